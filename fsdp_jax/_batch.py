@@ -1,0 +1,261 @@
+"""Placing arguments: which array is cut over the data devices, and how.
+
+What lives here: `in_specs`, the error that names an argument, `shard_batch`. What must
+not: running anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax import _functional
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._param import move
+from fsdp_jax._state import is_sharded, sharded_modules, state_of
+
+
+def mesh_of(nodes: Sequence[Any], who: str) -> MeshInfo:
+    """The one mesh that all sharded modules in `nodes` share.
+
+    Raises:
+        ValueError: there is no sharded module, or there are several meshes.
+    """
+    modules = [m for node in nodes for m in sharded_modules(node)]
+    if not modules:
+        raise ValueError(
+            f"{who}: no argument is, or contains, a module that fully_shard was "
+            "applied to. Shard the model first, or use nnx for an unsharded one."
+        )
+    meshes = {state_of(m).mesh for m in modules}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"{who}: the sharded modules live on {len(meshes)} different meshes. Shard "
+            "all modules of one program over one mesh."
+        )
+    return meshes.pop()
+
+
+def data_spec(mesh: MeshInfo) -> PartitionSpec:
+    """The spec that cuts dim 0 over all data devices."""
+    return mesh.spec(1, 0)
+
+
+def argument_names(f: Callable, args: Sequence[Any]) -> list[str]:
+    """Names of the positional arguments of a call, for error texts."""
+    try:
+        bound = inspect.signature(f).bind(*args)
+    except (TypeError, ValueError):
+        return [f"argument {i}" for i in range(len(args))]
+    names: list[str] = []
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"argument {name!r}[{i}]" for i in range(len(value))]
+        else:
+            names.append(f"argument {name!r}")
+    return (names + [f"argument {i}" for i in range(len(names), len(args))])[
+        : len(args)
+    ]
+
+
+def default_spec(path: str, x: Any, mesh: MeshInfo, who: str) -> PartitionSpec:
+    """Cut dim 0, or replicate a scalar.
+
+    Raises:
+        ValueError: dim 0 does not divide by the number of devices.
+    """
+    if x.ndim == 0:
+        return PartitionSpec()
+    spec = data_spec(mesh)
+    check_divides(path, x, spec, mesh, who)
+    return spec
+
+
+def check_divides(
+    path: str, x: Any, spec: PartitionSpec, mesh: MeshInfo, who: str
+) -> None:
+    """Raise unless a spec names data axes only and divides the dims of an array."""
+    if len(spec) > x.ndim:
+        raise ValueError(
+            f"{who}: {path} has shape {tuple(x.shape)}, but its spec {spec} has "
+            f"{len(spec)} entries."
+        )
+    for dim, entry in enumerate(spec):
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        unknown = [a for a in axes if a not in mesh.shard_axes]
+        if unknown:
+            raise ValueError(
+                f"{who}: the spec {spec} of {path} names axis {unknown[0]!r}; the data "
+                f"axes of the model's mesh are {mesh.shard_axes}."
+            )
+        count = int(np.prod([mesh.mesh.shape[a] for a in axes])) if axes else 1
+        if x.shape[dim] % count:
+            raise ValueError(
+                f"{who}: {path} has size {x.shape[dim]} on dim {dim}, which does not "
+                f"divide over {count} devices (mesh axes {axes}). Pad or trim it, or "
+                "replicate it with in_specs (PartitionSpec())."
+            )
+
+
+def resolve_specs(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+    in_specs: Any,
+    mesh: MeshInfo,
+    who: str,
+) -> list[PartitionSpec]:
+    """One spec per array in `(args, kwargs)`, in the order of `_functional.take`."""
+    given = _given_specs(args, in_specs, who)
+    specs: list[PartitionSpec] = []
+    labelled = [
+        *zip(names, args, given),
+        *((f"argument {k!r}", v, None) for k, v in sorted(kwargs.items())),
+    ]
+    for name, arg, asked in labelled:
+        leaves = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_functional.is_node)
+        asked_leaves = broadcast_specs(asked, arg, name, who)
+        for (keys, leaf), spec in zip(leaves, asked_leaves, strict=True):
+            if not _functional.is_array(leaf):
+                continue
+            path = name + jax.tree_util.keystr(keys)
+            if spec is None:
+                spec = default_spec(path, leaf, mesh, who)
+            else:
+                check_divides(path, leaf, spec, mesh, who)
+            specs.append(spec)
+    return specs
+
+
+def is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
+
+
+def _given_specs(args: Sequence[Any], in_specs: Any, who: str) -> list[Any]:
+    """Spread `in_specs` over the positional arguments; None means the default."""
+    others = [i for i, a in enumerate(args) if not _functional.is_node(a)]
+    given: list[Any] = [None] * len(args)
+    if in_specs is None:
+        return given
+    if isinstance(in_specs, PartitionSpec):
+        in_specs = (in_specs,) * len(others)
+    if not isinstance(in_specs, (tuple, list)):
+        raise TypeError(
+            f"{who}: in_specs must be a PartitionSpec or a tuple with one entry per "
+            f"argument after the model, got {type(in_specs).__name__}."
+        )
+    if len(in_specs) == len(others):
+        places = others
+    elif len(in_specs) == len(args):
+        places = list(range(len(args)))
+    else:
+        raise ValueError(
+            f"{who}: in_specs has {len(in_specs)} entries for {len(others)} arguments "
+            "besides the model. Give one per argument; None keeps the default."
+        )
+    for i, spec in zip(places, in_specs):
+        given[i] = spec
+    return given
+
+
+def broadcast_specs(asked: Any, arg: Any, name: str, who: str) -> list[Any]:
+    """Spread a prefix of specs over the leaves of an argument."""
+    count = len(jax.tree.leaves(arg, is_leaf=_functional.is_node))
+    if is_spec(asked):
+        return [asked] * count
+    try:
+        spread = jax.tree.map(
+            lambda spec, sub: (
+                [spec] * len(jax.tree.leaves(sub, is_leaf=_functional.is_node))
+            ),
+            asked,
+            arg,
+            is_leaf=is_spec,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{who}: the in_specs entry {asked!r} does not fit {name}: {error}"
+        ) from None
+    flat = jax.tree.leaves(spread, is_leaf=is_spec)
+    bad = [s for s in flat if not is_spec(s)]
+    if bad:
+        raise TypeError(f"{who}: in_specs holds {bad[0]!r}, not a PartitionSpec.")
+    return flat
+
+
+def shard_batch(batch: Any, model: Any) -> Any:
+    """Place host arrays on the model's mesh, cut on dim 0 over the data devices.
+
+    In a program of several processes each passes its own part of the global batch, the
+    same number of rows everywhere, in the order of the process index.
+
+    Args:
+        batch: tree of arrays, `(rows, ...)` of this process; scalars are replicated.
+        model: a sharded module, or one that contains some.
+
+    Returns:
+        The tree with global `jax.Array`s, `(rows of all processes, ...)`.
+
+    Raises:
+        ValueError: no sharded module in `model`, or the rows of this process do not
+            divide over its devices.
+        TypeError: a leaf that is neither an array nor a number.
+
+    Source: DESIGN section 3.
+    """
+    who = "shard_batch"
+    mesh = mesh_of([model] if _functional.is_node(model) else [], who)
+    here = [d for d in mesh.mesh.devices.flat if d.process_index == jax.process_index()]
+
+    def place(keys: Any, x: Any) -> Any:
+        path = "batch" + jax.tree_util.keystr(keys)
+        if not _functional.is_array(x) and not isinstance(x, (bool, int, float)):
+            raise TypeError(f"{who}: {path} is a {type(x).__name__}, not an array.")
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return move(x, NamedSharding(mesh.mesh, default_spec(path, x, mesh, who)))
+        host = x if isinstance(x, jax.Array) else np.asarray(x)
+        if host.ndim == 0:
+            return move(host, mesh.sharding(0, None))
+        if host.shape[0] % len(here):
+            raise ValueError(
+                f"{who}: {path} has {host.shape[0]} rows, which do not divide over the "
+                f"{len(here)} devices of this process. Pad or trim the batch."
+            )
+        target = NamedSharding(mesh.mesh, data_spec(mesh))
+        if target.is_fully_addressable:
+            return jax.device_put(host, target)
+        return jax.make_array_from_process_local_data(target, np.asarray(host))
+
+    return jax.tree_util.tree_map_with_path(place, batch)
+
+
+def local_shape(param: Any) -> tuple[int, ...]:
+    """Shape of one device's piece of a parameter or array, such as `(4, 8)`.
+
+    Inside a per-device program that is the shape of the array itself.
+
+    Args:
+        param: an `nnx.Variable`, an array, or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+        TypeError: none of these.
+
+    Source: specification, "The user contract"; DESIGN section 2.
+    """
+    value = param.get_raw_value() if hasattr(param, "get_raw_value") else param
+    if is_sharded(param) or not hasattr(value, "shape"):
+        raise TypeError(
+            f"local_shape: expected a Variable or an array, got {type(param).__name__}."
+        )
+    sharding = None if isinstance(value, jax.core.Tracer) else value_sharding(value)
+    return tuple(sharding.shard_shape(value.shape) if sharding else value.shape)
+
+
+def value_sharding(value: Any) -> Any:
+    """The sharding of a concrete or abstract array, None if it has none."""
+    return getattr(value, "sharding", None)

@@ -1,0 +1,185 @@
+"""`describe`: how every parameter of a model rests, and why one is whole.
+
+What lives here: the report of a sharded model, from shapes alone. What must not:
+anything that reads a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from fsdp_jax import _functional, _layout
+from fsdp_jax._batch import mesh_of
+from fsdp_jax._module import original_class
+from fsdp_jax._param import dotted, spec_of
+from fsdp_jax._state import is_sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamRow:
+    """One parameter of a report.
+
+    Attributes:
+        path: dotted name.
+        shape: full shape.
+        local_shape: shape of one device's piece.
+        dim: dim that is cut, None if it is whole.
+        dtype: dtype at rest.
+        group: path and class of the module whose group it travels in; `-` if none.
+        bytes_per_device: bytes of one device's piece.
+        reason: why it is whole; empty if it is cut.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dim: int | None
+    dtype: str
+    group: str
+    bytes_per_device: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A report of a sharded model; prints as a table, and renders in rich.
+
+    Attributes:
+        rows: one per parameter, in the order of `nnx.state`.
+        num_shards: devices that parameters are cut over.
+        bytes_per_device: parameter bytes of one device at rest.
+        total_bytes: bytes of the parameters themselves.
+        largest_group_bytes: bytes of the largest group while it is gathered.
+    """
+
+    rows: tuple[ParamRow, ...]
+    num_shards: int
+    bytes_per_device: int
+    total_bytes: int
+    largest_group_bytes: int
+
+    def table(self) -> Table:
+        """The report as a `rich.table.Table`, totals last."""
+        table = Table(title=f"parameters over {self.num_shards} devices")
+        columns = ("path", "shape", "shard", "dim", "dtype", "group", "bytes/device")
+        for name in columns:
+            side = "right" if name == "bytes/device" else "left"
+            table.add_column(name, justify=side, overflow="fold")
+        table.add_column("why whole", overflow="fold")
+        for row in self.rows:
+            dim = "whole" if row.dim is None else str(row.dim)
+            table.add_row(
+                row.path,
+                str(row.shape),
+                str(row.local_shape),
+                dim,
+                row.dtype,
+                row.group,
+                f"{row.bytes_per_device:,}",
+                row.reason,
+            )
+        table.add_section()
+        table.add_row(
+            f"total ({len(self.rows)})",
+            f"{self.total_bytes:,} bytes",
+            "",
+            "",
+            "",
+            f"largest gathered {self.largest_group_bytes:,}",
+            f"{self.bytes_per_device:,}",
+            "",
+        )
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        console = Console(width=160, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def describe(model: Any) -> Description:
+    """Report how each parameter of a sharded model rests.
+
+    Only shapes are read, so this is cheap and works in every process, and inside jit.
+
+    Args:
+        model: a sharded module, or one that contains some.
+
+    Returns:
+        The report; print it, or read its `rows`.
+
+    Raises:
+        ValueError: no sharded module in `model`.
+
+    Source: DESIGN section 3.
+    """
+    mesh = mesh_of([model] if _functional.is_node(model) else [], "describe")
+    owners = _owners(model)
+    rows, gathered = [], {}
+    for path, variable in _functional.walk(model):
+        if not isinstance(variable, nnx.Param):
+            continue
+        value, spec = variable.get_raw_value(), spec_of(variable)
+        if not hasattr(value, "shape"):
+            continue
+        group, dim = owners.get(id(variable), "-"), None
+        shape, local, reason = _shapes(value, spec, mesh.num_shards)
+        if spec is not None:
+            dim = None if spec.dim is None else spec.dim + len(shape)
+            size = _layout.size_bytes(shape, value.dtype)
+            gathered[group] = gathered.get(group, 0) + size
+        size = _layout.size_bytes(local, value.dtype)
+        rows.append(
+            ParamRow(
+                dotted(path), shape, local, dim, str(value.dtype), group, size, reason
+            )
+        )
+    return Description(
+        rows=tuple(rows),
+        num_shards=mesh.num_shards,
+        bytes_per_device=sum(r.bytes_per_device for r in rows),
+        total_bytes=sum(_layout.size_bytes(r.shape, r.dtype) for r in rows),
+        largest_group_bytes=max(gathered.values(), default=0),
+    )
+
+
+def _owners(model: Any) -> dict[int, str]:
+    """Name of the group of each managed Variable, by identity."""
+    owners: dict[int, str] = {}
+    for path, module in _functional.walk(model):
+        if is_sharded(module):
+            name = original_class(type(module)).__name__
+            label = f"{dotted(path)} ({name})" if path else name
+            for _, variable in _functional.walk(module, stop=is_sharded):
+                if spec_of(variable) is not None:
+                    owners[id(variable)] = label
+    return owners
+
+
+def _shapes(value: Any, spec: Any, num_shards: int):
+    """Full shape, shape of one device's piece, and why they are the same."""
+    shape = tuple(value.shape)
+    if spec is None:
+        return shape, shape, "not managed: ignored, or outside every group"
+    if spec.dim is None:
+        return shape, shape, spec.reason
+    if spec.is_shard(value):
+        full = list(shape)
+        full[spec.dim] = spec.size
+        return tuple(full), shape, ""
+    local = _layout.shard_shape(shape, spec.dim, num_shards)
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(value, jax.core.Tracer) and sharding is not None:
+        if sharding.is_fully_replicated and num_shards > 1:
+            return shape, shape, "unsharded at present"
+    return shape, local, ""

@@ -1,0 +1,367 @@
+"""The entry: validate everything, then change anything.
+
+What lives here: `fully_shard`, what its arguments may be, and which parameter goes
+where. What must not: what happens when the module is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from fsdp_jax import _functional, _layout
+from fsdp_jax._mesh import MeshInfo, resolve_mesh
+from fsdp_jax._module import (
+    FSDPModule,
+    convert,
+    revert,
+)
+from fsdp_jax._param import (
+    ParamSpec,
+    dotted,
+    manage,
+    release,
+    replicate,
+    spec_of,
+)
+from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy, Shard
+from fsdp_jax._state import FSDPState, is_sharded
+
+M = TypeVar("M")
+PlacementFn = Callable[[nnx.Variable], Shard | None]
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: Any = None,
+    dp_mesh_dims: Any = None,
+) -> M:
+    """Shard a module's parameters over a mesh, in place, as one communication group.
+
+    The group is every parameter (`nnx.Param` and subclasses) below `module` that no
+    earlier call on a submodule took: call it on the layers first, on the root last.
+    Each rests as its shard along dim 0; if that dim does not divide by the number of
+    devices, along the largest one that does; if none does it stays whole, which
+    `describe(module)` reports. The parameters are gathered when the module is called
+    and freed after. All other Variables are placed whole on every device of the mesh.
+
+    Args:
+        module: an NNX module, or a list or tuple of modules that become one group each.
+        mesh: a mesh with one axis, of `n` devices. None: the one set by `jax.set_mesh`,
+            else an axis `fsdp` over all devices.
+        reshard_after_forward: True: free after forward and gather again in backward.
+            False: keep until backward. An int k >= 1: keep for k forwards. None: True,
+            but False for whichever sharded module is outermost in a call.
+        shard_placement_fn: given a parameter's Variable, returns `Shard(dim)` to cut
+            another dim, or None for the default.
+        mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
+        offload_policy: only `OffloadPolicy()`, no offload, is supported yet.
+        ignored_params: parameters to leave whole: a list or tuple of Variables, or an
+            NNX filter. Their gradients are averaged over devices.
+        dp_mesh_dims: not supported yet.
+
+    Returns:
+        The object that was given.
+
+    Raises:
+        RuntimeError: a module was sharded before, is listed twice, or lies in a module
+            that was.
+        ValueError: a container without a call, a parameter without dims or without an
+            array, a parameter tied across two groups, a bad integer, mesh or placement.
+        TypeError: an argument of the wrong type.
+        NotImplementedError: an argument that is not supported yet, or `Shard(d)` with
+            d > 0 on a dim that does not divide.
+        In every case nothing has been changed.
+
+    Source: specification, "The user contract" and "Communication grouping"; PyTorch
+    `fully_shard`. A list makes one group each, and an int counts forwards, as in the
+    specification.
+    """
+    modules = _check_modules(module)
+    _check_reshard(reshard_after_forward, dp_mesh_dims)
+    _check_policies(mp_policy, offload_policy)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            "fully_shard: shard_placement_fn must be callable, got "
+            f"{type(shard_placement_fn).__name__}."
+        )
+    ignored = _ignored_predicate(ignored_params)
+    info = resolve_mesh(mesh, dp_mesh_dims)
+    state = FSDPState(
+        mesh=info,
+        reshard_after_forward=_plain(reshard_after_forward),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        threshold_bytes=_layout.PACKING_THRESHOLD_BYTES,
+    )
+    plans = _plan(modules, info, ignored, shard_placement_fn)
+    _apply(plans, state)
+    return module
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What one module's call will do: its parameters, and what else is placed."""
+
+    module: Any
+    managed: list[tuple[nnx.Variable, ParamSpec]]
+    replicated: list[nnx.Variable]
+
+
+def _check_modules(module: Any) -> list[Any]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard: the list of modules is empty.")
+    seen: set[int] = set()
+    for i, m in enumerate(modules):
+        what = (
+            f"module {i} of the list" if isinstance(module, (list, tuple)) else "module"
+        )
+        if not isinstance(m, nnx.Module):
+            raise TypeError(
+                f"fully_shard: {what} must be an nnx.Module, got {type(m).__name__}."
+            )
+        if isinstance(m, FSDPModule):
+            raise RuntimeError(
+                f"fully_shard has already been applied to {what}, a "
+                f"{type(m).__name__}. Apply it once per module."
+            )
+        if id(m) in seen:
+            raise RuntimeError(
+                f"fully_shard has already been applied to {what}: the list names it "
+                "twice. Name each module once."
+            )
+        seen.add(id(m))
+        if isinstance(m, (nnx.List, nnx.Dict)) and not callable(m):
+            raise ValueError(
+                f"fully_shard: {what} is an nnx.{type(m).__name__}, a container that "
+                "is never called, so there is no moment at which to gather. Shard "
+                "each item: for m in container: fully_shard(m)."
+            )
+    return modules
+
+
+def _plain(value: Any) -> bool | int | None:
+    return value if value is None or isinstance(value, bool) else int(value)
+
+
+def _check_reshard(value: Any, dp_mesh_dims: Any) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(
+            "fully_shard: reshard_after_forward must be None, a bool, or a number of "
+            f"forwards >= 1 to stay unsharded for, got {value!r}."
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "fully_shard: an integer reshard_after_forward together with dp_mesh_dims "
+            "is not supported. Use a bool or None."
+        )
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            "fully_shard: mp_policy must be a MixedPrecisionPolicy, got "
+            f"{type(mp_policy).__name__}."
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            "fully_shard: offload_policy must be an OffloadPolicy, got "
+            f"{type(offload_policy).__name__}."
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"fully_shard: offload_policy={offload_policy!r} is not supported yet. "
+            "Leave it out to keep the shards in device memory."
+        )
+
+
+def _ignored_predicate(ignored: Any) -> Callable[[tuple, Any], bool]:
+    if ignored is None:
+        return lambda path, v: False
+    if isinstance(ignored, nnx.Variable):
+        ignored = [ignored]
+    if isinstance(ignored, (list, tuple)):
+        bad = [v for v in ignored if not isinstance(v, nnx.Variable)]
+        if not bad:
+            ids = {id(v) for v in ignored}
+            return lambda path, v: id(v) in ids
+        if isinstance(bad[0], (str, jax.Array, np.ndarray)) or len(bad) < len(ignored):
+            raise TypeError(
+                "fully_shard: ignored_params lists a "
+                f"{type(bad[0]).__name__}. List the Variables themselves, such as "
+                "[model.head.kernel], or give an nnx filter, such as "
+                "nnx.PathContains('head')."
+            )
+    elif isinstance(ignored, (str, dict, set, frozenset)):
+        raise TypeError(
+            f"fully_shard: ignored_params is a {type(ignored).__name__}. Give a list "
+            "of Variables, or an nnx filter such as nnx.LoRAParam or "
+            "nnx.PathContains('head')."
+        )
+    try:
+        return nnx.filterlib.to_predicate(ignored)
+    except TypeError:
+        raise TypeError(
+            f"fully_shard: ignored_params={ignored!r} is neither a list of Variables "
+            "nor an nnx filter."
+        ) from None
+
+
+def _plan(modules, info: MeshInfo, ignored, placement_fn) -> list[_Plan]:
+    """Decide everything, inner modules first, without changing anything."""
+    below = {id(m): {id(x) for _, x in _functional.walk(m)} for m in modules}
+    order = sorted(modules, key=lambda m: len(below[id(m)]))
+    plans: list[_Plan] = []
+    taken: dict[int, str] = {}
+    for module in order:
+        inner = {
+            id(m) for m in modules if m is not module and id(m) in below[id(module)]
+        }
+        plans.append(_plan_one(module, inner, info, ignored, placement_fn, taken))
+    return plans
+
+
+def _plan_one(module, inner, info, ignored, placement_fn, taken) -> _Plan:
+    managed, replicated = [], []
+    own = list(_own(module, inner))
+    _check_not_taken(module, own, taken)
+    for path, variable in own:
+        if not isinstance(variable, nnx.Param) or ignored(path, variable):
+            replicated.append(variable)
+            continue
+        name = dotted(path)
+        taken[id(variable)] = name
+        managed.append((variable, _spec(name, variable, info, placement_fn)))
+    return _Plan(module, managed, replicated)
+
+
+def _own(module, inner: set[int]):
+    """Variables below a module, less those below sharded modules and those to be."""
+    blocked: list[tuple] = []
+    for path, value in _functional.walk(module, stop=is_sharded):
+        if path and id(value) in inner:
+            blocked.append(path)
+        if any(path[: len(b)] == b for b in blocked):
+            continue
+        if isinstance(value, nnx.Variable):
+            yield path, value
+
+
+def _check_not_taken(module, own, taken: dict[int, str]) -> None:
+    """Refuse parameters that another group has: tied ones, and calls top-down."""
+    pairs = []
+    for path, variable in own:
+        spec = spec_of(variable)
+        other = spec.path if spec else taken.get(id(variable))
+        if other is not None:
+            pairs.append((dotted(path), other))
+    if not pairs:
+        return
+    here, there = pairs[0]
+    cls = type(module).__name__
+    prefixes = {t[: -len(h)] for h, t in pairs if t.endswith("." + h)}
+    if len(prefixes) == 1 and all(t.endswith("." + h) for h, t in pairs):
+        raise RuntimeError(
+            f"fully_shard: parameter {here!r} of this {cls} is {there!r} in the group "
+            "of an enclosing module that was sharded before. Call fully_shard "
+            "bottom-up: on the inner modules first, on the root last."
+        )
+    inner = {
+        id(v): f"{dotted(p)}.{spec.path}"
+        for p, m in _functional.walk(module, stop=is_sharded)
+        if isinstance(m, FSDPModule)
+        for _, v in _functional.walk(m)
+        if (spec := spec_of(v)) is not None
+    }
+    paths = {id(v): dotted(p) for p, v in own}
+    for key, path in paths.items():
+        if key in inner:
+            here, there = path, inner[key]
+    raise ValueError(
+        f"fully_shard: parameter {here!r} of this {cls} is tied to {there!r}, which is "
+        "in the group of an earlier call. A parameter travels in one group: shard "
+        "only a module that contains both, or untie them."
+    )
+
+
+def _spec(name: str, variable: Any, info: MeshInfo, placement_fn) -> ParamSpec:
+    """Where one parameter rests."""
+    value = variable.get_raw_value()
+    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    if not isinstance(value, kinds):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} holds a {type(value).__name__}, not an "
+            "array. Pass it in ignored_params."
+        )
+    if not value.shape:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has no dimensions, so there is no dim 0 "
+            "to cut. Give it shape (1,), or pass it in ignored_params."
+        )
+    n, shape = info.num_shards, tuple(value.shape)
+    asked = placement_fn(variable) if placement_fn is not None else None
+    if asked is not None and not isinstance(asked, Shard):
+        raise ValueError(
+            f"fully_shard: shard_placement_fn returned {asked!r} for parameter "
+            f"{name!r}. Return Shard(dim) or None."
+        )
+    if asked is None or asked.dim in (0, -len(shape)):
+        dim, reason = _layout.choose_dim(shape, n)
+        return ParamSpec(name, dim, shape[dim] if dim is not None else 0, info, reason)
+    if not -len(shape) <= asked.dim < len(shape):
+        raise ValueError(
+            f"fully_shard: shard_placement_fn returned {asked} for parameter {name!r} "
+            f"of shape {shape}, which has no such dim. Give one of 0 to "
+            f"{len(shape) - 1}."
+        )
+    dim = asked.dim if asked.dim < 0 else asked.dim - len(shape)
+    if shape[dim] % n or not shape[dim]:
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn returned {asked} for parameter {name!r} "
+            f"of shape {shape}, but {shape[dim]} does not divide over {n} devices. "
+            "Return another dim, or None."
+        )
+    return ParamSpec(name, dim, shape[dim], info)
+
+
+def _apply(plans: list[_Plan], state: FSDPState) -> None:
+    """Carry the plans out; on any failure bring everything back."""
+    undo: list[Callable[[], None]] = []
+    try:
+        for plan in plans:
+            for variable, spec in plan.managed:
+                undo.append(_undo(variable))
+                manage(variable, spec)
+            for variable in plan.replicated:
+                undo.append(_undo(variable))
+                replicate(variable, state.mesh)
+            undo.append(lambda m=plan.module: revert(m))
+            convert(plan.module, state)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+
+
+def _undo(variable: nnx.Variable) -> Callable[[], None]:
+    """How to give a Variable back what it has now, without keeping it alive."""
+    value = variable.get_raw_value()
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        sharding = value.sharding
+        return lambda: release(variable, None, sharding)
+    return lambda: release(variable, value, None)

@@ -1,0 +1,163 @@
+"""Calls on NNX graph nodes as functions of arrays, and writing the updates back.
+
+What lives here: taking nodes and arrays out of argument trees, and the split and merge
+that carries a change inside a trace (a BatchStat, a counter, a sown value) back to the
+caller's own objects. What must not: anything that knows of shards or meshes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+TAG = "fsdp_jax"
+
+
+def is_node(x: Any) -> bool:
+    """Whether `x` is a module, another NNX object, or a Variable."""
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of JAX or numpy, a numpy scalar, or traced."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A tree whose nodes and arrays were taken out. Hashable if the rest is.
+
+    Attributes:
+        treedef: structure of the tree.
+        slots: per leaf `"node"`, `"array"`, or a 1-tuple with the leaf itself.
+    """
+
+    treedef: Any
+    slots: tuple[Any, ...]
+
+    def put(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Build the tree again with these nodes and arrays."""
+        sources = {"node": iter(nodes), "array": iter(arrays)}
+        leaves = [
+            slot[0] if isinstance(slot, tuple) else next(sources[slot])
+            for slot in self.slots
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def take(tree: Any) -> tuple[Taken, list[Any], list[Any]]:
+    """Take nodes and arrays out of a tree.
+
+    Returns:
+        The tree without them, the nodes, the arrays; each in order.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
+    slots: list[Any] = []
+    nodes, arrays = [], []
+    for leaf in leaves:
+        if is_node(leaf):
+            slots.append("node")
+            nodes.append(leaf)
+        elif is_array(leaf):
+            slots.append("array")
+            arrays.append(leaf)
+        else:
+            slots.append((leaf,))
+    return Taken(treedef, tuple(slots)), nodes, arrays
+
+
+def take_arrays(state: Any) -> tuple[Taken, list[Any]]:
+    """Take the arrays out of an NNX state, looking into its Variables."""
+    leaves, treedef = jax.tree.flatten(state)
+    slots = tuple("array" if is_array(leaf) else (leaf,) for leaf in leaves)
+    return Taken(treedef, slots), [leaf for leaf in leaves if is_array(leaf)]
+
+
+def split_outer(nodes: Any, *filters: Any) -> tuple[Any, ...]:
+    """Split the caller's nodes, inside `nnx.update_context(TAG)`."""
+    with nnx.split_context(TAG) as ctx:
+        return ctx.split(nodes, *filters)
+
+
+def merge_inner(graphdef: Any, *states: Any, tracked: bool) -> Any:
+    """Make copies of the nodes that hold other arrays.
+
+    Args:
+        graphdef: from `split_outer`.
+        *states: states with the arrays to hold.
+        tracked: whether changes are to be carried back: True once per context.
+    """
+    if not tracked:
+        return nnx.merge(graphdef.with_no_outer_index(), *states)
+    with nnx.merge_context(TAG, inner=True) as ctx:
+        return ctx.merge(graphdef, *states)
+
+
+def split_inner(nodes: Any, *filters: Any, tracked: bool) -> tuple[Any, ...]:
+    """Split the copies after use."""
+    if not tracked:
+        return nnx.split(nodes, *filters)
+    with nnx.split_context(TAG) as ctx:
+        return ctx.split(nodes, *filters)
+
+
+def merge_outer(graphdef: Any, *states: Any) -> Any:
+    """Write what changed into the caller's nodes; returns them and the new ones."""
+    with nnx.merge_context(TAG, inner=False) as ctx:
+        return ctx.merge(graphdef, *states)
+
+
+def walk(
+    root: Any, stop: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield every NNX object and Variable below `root` once, with its path.
+
+    Args:
+        root: where to start; itself yielded first, with an empty path.
+        stop: objects below the root for which this holds are yielded, not entered.
+    """
+    seen: set[int] = set()
+
+    def visit(path, node):
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        yield path, node
+        if isinstance(node, nnx.Variable):
+            return
+        if stop is not None and path and stop(node):
+            return
+        for key, child in _children(node):
+            yield from visit((*path, *key), child)
+
+    yield from visit((), root)
+
+
+def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    integers = getattr(node, "_pytree__has_int_keys", False)
+    items = [
+        (int(k) if integers and k.isdigit() else k, v) for k, v in vars(node).items()
+    ]
+    named = [(k, v) for k, v in items if not str(k).startswith("_pytree__")]
+    for key, value in sorted(named, key=lambda kv: (isinstance(kv[0], str), kv[0])):
+        if is_node(value):
+            yield (key,), value
+        elif isinstance(value, (str, int, float, jax.Array, np.ndarray)):
+            continue
+        else:
+            leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node)
+            for keys, leaf in leaves:
+                if is_node(leaf):
+                    yield (key, *[plain_key(k) for k in keys]), leaf
+
+
+def plain_key(key: Any) -> Any:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return str(key)

@@ -1,0 +1,152 @@
+"""Joining what the devices return: averaged, concatenated, or the same everywhere.
+
+What lives here: the rules, and what a user asked for that they depend on. What must
+not: running anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from fsdp_jax import _batch, _collectives, _functional
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._param import dotted, spec_of
+
+REDUCTIONS = ("mean", "sum", "weighted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asked for. Hashable if the function is.
+
+    Attributes:
+        who: name of the public function, for error texts.
+        f: the user's function.
+        argnums: differentiated arguments; None for `shard_map`.
+        single: whether `argnums` was one int.
+        has_aux: whether `f` returns a pair.
+        wrt: one nnx filter per entry of `argnums`.
+        reduction: one of `REDUCTIONS`.
+        in_specs: as given.
+        out_specs: as given.
+    """
+
+    who: str
+    f: Callable
+    argnums: tuple[int, ...] | None = None
+    single: bool = True
+    has_aux: bool = False
+    wrt: tuple[Any, ...] = ()
+    reduction: str = "mean"
+    in_specs: Any = None
+    out_specs: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One array of a state: where it is, what its Variable is, how it rests."""
+
+    path: tuple[Any, ...]
+    kind: type
+    spec: PartitionSpec
+    managed: bool
+
+
+def slots_of(state: Any, mesh: MeshInfo) -> tuple[Slot, ...]:
+    """One slot per array of a state, in order."""
+    slots = []
+    items = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for keys, leaf in items:
+        path = tuple(_functional.plain_key(k) for k in keys)
+        variable = isinstance(leaf, nnx.Variable)
+        spec = spec_of(leaf)
+        raw = leaf.get_raw_value() if variable else leaf
+        for x in jax.tree.leaves(raw):
+            if _functional.is_array(x):
+                rest = mesh.spec(x.ndim, spec.dim) if spec else PartitionSpec()
+                kind = type(leaf) if variable else jax.Array
+                slots.append(Slot(path, kind, rest, spec is not None))
+    return tuple(slots)
+
+
+def differs_between_devices(mesh: MeshInfo, eqn: Any) -> bool | None:
+    """Whether an equation's results differ between devices, None if it depends."""
+    name = eqn.primitive.name
+    if name == "axis_index":
+        return True
+    if name in ("psum", "psum_invariant", "pmax", "pmin", "all_gather"):
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        if set(axes) >= set(mesh.shard_axes):
+            return False
+    return None
+
+
+def as_spec(spec: PartitionSpec) -> Callable:
+    """The rule of a value that is right as it is, under `spec`."""
+    return lambda value, differ: (value, spec)
+
+
+def state_rule(request: Request, mesh: MeshInfo, slot: Slot, new: bool) -> Callable:
+    """How a Variable that `f` changed or made becomes global."""
+
+    def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
+        if slot.managed or issubclass(slot.kind, nnx.RngState) or not differ:
+            return value, slot.spec
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        if issubclass(slot.kind, nnx.BatchStat) and floating:
+            return _collectives.mean_over_devices(value, mesh), PartitionSpec()
+        if new or issubclass(slot.kind, nnx.Intermediate):
+            if value.ndim:
+                return value, _batch.data_spec(mesh)
+            if floating:
+                return _collectives.mean_over_devices(value, mesh), PartitionSpec()
+        raise ValueError(
+            f"{request.who}: f changed the {slot.kind.__name__} "
+            f"{dotted(slot.path[2:])!r} to values that differ between devices, and "
+            "only BatchStat updates are averaged. Make the value the same everywhere "
+            f"(jax.lax.psum over {mesh.shard_axes}), or return it as an output."
+        )
+
+    return rule
+
+
+def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
+    """How each array of the user's output becomes global."""
+    specs: list[Any] = [None] * len(taken.slots)
+    if request.out_specs is not None:
+        specs = _batch.broadcast_specs(
+            request.out_specs, output, "the output", request.who
+        )
+    asked = [s for s, slot in zip(specs, taken.slots) if slot == "array"]
+
+    def make(spec: PartitionSpec | None, x: Any) -> Callable:
+        if spec is not None:
+            return as_spec(spec)
+
+        def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
+            if value.ndim:
+                return value, _batch.data_spec(mesh)
+            if not differ:
+                return value, PartitionSpec()
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                return _collectives.mean_over_devices(value, mesh), PartitionSpec()
+            raise TypeError(
+                f"{request.who}: f returned a {value.dtype} scalar that differs "
+                "between devices. Return it as a float to have it averaged, or with "
+                "shape (1,) to have one entry per device, or sum it (jax.lax.psum "
+                f"over {mesh.shard_axes})."
+            )
+
+        return rule
+
+    return [make(spec, x) for spec, x in zip(asked, arrays, strict=True)]

@@ -1,0 +1,372 @@
+"""`FSDPModule`: the class swap, the knobs, the registered forward methods.
+
+The only file that writes `__class__` of a module. What must not live here: validation
+of `fully_shard`'s arguments, and what a call does (`_call`).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from fsdp_jax import _state_dict
+from fsdp_jax._call import call
+from fsdp_jax._state import (
+    STATE,
+    FSDPState,
+    group_of,
+    place_replicated,
+    set_state,
+    sharded_modules,
+    state_of,
+)
+from fsdp_jax._unshard import (
+    STARTED,
+    UnshardHandle,
+    gather_own_dtype,
+    reshard_now,
+    take_started,
+)
+
+
+class FSDPModule(nnx.Module):
+    """Methods that `fully_shard` adds to a module.
+
+    Never made directly: `fully_shard(module)` turns `type(module)` into a subclass of
+    this class and of the original one.
+
+    Source: specification, "The user contract"; PyTorch `FSDPModule`.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is FSDPModule:
+            raise TypeError(
+                "FSDPModule cannot be made directly. Make the module, then call "
+                "fully_shard(module)."
+            )
+        original = original_class(cls)
+        if original.__new__ is object.__new__:
+            return object.__new__(original)
+        return original.__new__(original, *args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own group; inner groups stay as they are.
+
+        The full arrays have the parameters' own dtype, replicated on every device
+        of the mesh; a second call does nothing. They stay until `reshard()` or the end
+        of the next forward that frees them. What is written into them is kept.
+
+        Args:
+            async_op: start the gather and return a handle; the parameters become the
+                full arrays in its `wait()`.
+
+        Returns:
+            None, or the handle.
+
+        Raises:
+            RuntimeError: parameters are abstract.
+
+        Source: specification, "Communication grouping"; PyTorch `FSDPModule.unshard`.
+        """
+        state, group = state_of(self), group_of(self)
+        group.check_concrete("unshard")
+        handle = STARTED.get(self)
+        if state.unsharded or state.window:
+            handle = UnshardHandle(self, [], [])
+            handle.cancel()
+        elif handle is None:
+            shards = group.values()
+            handle = UnshardHandle(self, shards, gather_own_dtype(self, group))
+        if async_op:
+            if handle._pending is not None and not group.is_traced():
+                STARTED[self] = handle
+            return handle
+        take_started(self)
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's full parameters; does nothing if it is sharded.
+
+        A gather started by `unshard(async_op=True)` is dropped.
+
+        Raises:
+            RuntimeError: called while a forward of the module is running.
+
+        Source: specification, "Communication grouping"; PyTorch `FSDPModule.reshard`.
+        """
+        if state_of(self).window:
+            raise RuntimeError(
+                "reshard: a forward of this module is running and needs its "
+                "parameters. Call reshard() after it."
+            )
+        if handle := take_started(self):
+            handle.cancel()
+        if state_of(self).unsharded:
+            reshard_now(self)
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
+        """Set whether gathered parameters are freed after forward.
+
+        Args:
+            reshard_after_forward: True frees them and gathers again in backward, also
+                for the root; False keeps them.
+            recurse: whether inner sharded modules are set too.
+
+        Raises:
+            ValueError: not a bool.
+
+        Source: specification, table of knobs; PyTorch.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                "set_reshard_after_forward: expected a bool, got "
+                f"{reshard_after_forward!r}. Integers and None can only be given to "
+                "fully_shard."
+            )
+        for module in sharded_modules(self) if recurse else [self]:
+            set_state(module, reshard_after_forward=reshard_after_forward)
+
+    def set_packing_threshold_bytes(
+        self, threshold_bytes: int, *, recurse: bool = True
+    ) -> None:
+        """Set under which size parameters share one collective per dtype.
+
+        Args:
+            threshold_bytes: full parameters of fewer bytes are packed; 0 packs none.
+            recurse: whether inner sharded modules are set too.
+
+        Raises:
+            ValueError: not an int, or negative.
+
+        Source: DESIGN section 4, point 5.
+        """
+        if not isinstance(threshold_bytes, int) or threshold_bytes < 0:
+            raise ValueError(
+                "set_packing_threshold_bytes: expected a number of bytes, 0 or more, "
+                f"got {threshold_bytes!r}."
+            )
+        for module in sharded_modules(self) if recurse else [self]:
+            set_state(module, threshold_bytes=threshold_bytes)
+
+    def reset_iter_state(self) -> None:
+        """Bring this module and all inner ones back to rest, after a caught exception.
+
+        Every group is resharded, and forward counts and started gathers are dropped.
+        Safe to call at any time outside a forward.
+
+        Raises:
+            RuntimeError: called in a forward of the module or of an enclosing one.
+
+        Source: specification, table of knobs; PyTorch `reset_iter_state`.
+        """
+        state = state_of(self)
+        if state.window or state.inside:
+            raise RuntimeError(
+                "reset_iter_state: a forward is running. Call it on the root, outside "
+                "of the forward."
+            )
+        for module in sharded_modules(self):
+            if handle := take_started(module):
+                handle.cancel()
+            if state_of(module).unsharded:
+                reshard_now(module)
+            set_state(module, forwards_left=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Dotted names to arrays, for everything that `nnx.state` reports.
+
+        Managed parameters come as sharded arrays also while they are unsharded; the
+        module is left as it is. No communication if it is sharded.
+
+        Returns:
+            One entry per Variable, in the order of `nnx.state`.
+
+        Source: specification, "names unchanged"; PyTorch `state_dict`.
+        """
+        return _state_dict.state_dict(self)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Write arrays into the module by dotted name, each in its resting layout.
+
+        Full host arrays, arrays on one device and sharded arrays are all accepted; of a
+        host array every process keeps only its slices. Floating values are cast to the
+        dtype of the Variable. Nothing is written unless everything is valid.
+
+        Args:
+            state_dict: names as in `state_dict()`.
+            strict: whether names must match exactly; if not, others are left alone.
+
+        Raises:
+            TypeError: `state_dict` is not a mapping, or a value is not an array.
+            ValueError: a missing or unexpected name, another shape, or a dtype of
+                another kind.
+
+        Source: PyTorch `load_state_dict`.
+        """
+        _state_dict.load_state_dict(self, state_dict, strict)
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        raise RuntimeError(
+            "fully_shard: a sharded module does not support deepcopy. Use "
+            "model.state_dict() or nnx.state(model) for its values, or "
+            "nnx.clone(model) for a second sharded module."
+        )
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild_module, (original_class(type(self)), dict(vars(self)))
+
+
+# --- the class swap ---------------------------------------------------------------
+
+
+class _FSDPMeta(type(nnx.Module)):
+    """Metaclass of the generated classes, so that pickle can name them."""
+
+
+_GENERATED: dict[type, type] = {}
+
+
+def fsdp_class(original: type) -> type:
+    """The generated subclass of `(FSDPModule, original)`, one per original class."""
+    if original in _GENERATED:
+        return _GENERATED[original]
+    meta = type(original)
+    if not issubclass(_FSDPMeta, meta):
+        meta = type("_FSDPMeta", (_FSDPMeta, meta), {})
+        copyreg.pickle(meta, _reduce_class)
+    else:
+        meta = _FSDPMeta
+    name = f"{original.__name__}FSDPModule"
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": f"{original.__qualname__}FSDPModule",
+        "__doc__": original.__doc__,
+    }
+    if hasattr(original, "__call__"):  # noqa: B004 (a class: callable() means its type)
+        namespace["__call__"] = _hooked(original.__call__, None)
+    generated = types.new_class(
+        name,
+        (FSDPModule, original),
+        {"pytree": original._pytree__is_pytree, "metaclass": meta},
+        lambda ns: ns.update(namespace),
+    )
+    generated._pytree__nodes = original._pytree__nodes
+    _GENERATED[original] = generated
+    return generated
+
+
+def _reduce_class(cls: type) -> tuple[Any, ...]:
+    return fsdp_class, (original_class(cls),)
+
+
+copyreg.pickle(_FSDPMeta, _reduce_class)
+
+
+def original_class(generated: type) -> type:
+    """The class that `fsdp_class` was given."""
+    for cls in generated.__mro__:
+        if cls in _GENERATED.values():
+            return cls.__bases__[1]
+    raise TypeError(f"{generated.__name__} was not made by fully_shard")
+
+
+def convert(module: Any, state: FSDPState) -> None:
+    """Give a module its generated class and its state, in place."""
+    generated = fsdp_class(type(module))
+    object.__setattr__(module, STATE, state)
+    object.__setattr__(module, "__class__", generated)
+
+
+def revert(module: Any) -> None:
+    """Undo `convert`."""
+    if isinstance(module, FSDPModule):
+        object.__setattr__(module, "__class__", original_class(type(module)))
+        vars(module).pop(STATE, None)
+
+
+def _rebuild_module(original: type, state: dict[str, Any]) -> Any:
+    generated = fsdp_class(original)
+    module = object.__new__(generated)
+    vars(module).update(state)
+    place_replicated(module)
+    for name in state[STATE].forward_methods:
+        _hook_method(generated, name)
+    return module
+
+
+def _hooked(function: Callable, name: str | None) -> Callable:
+    """A method that gathers around `function`; `name` must be registered, or None."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name is not None and name not in state_of(self).forward_methods:
+            return function(self, *args, **kwargs)
+        return call(self, function, args, kwargs)
+
+    return method
+
+
+def _hook_method(generated: type, name: str) -> None:
+    if name not in vars(generated):
+        setattr(
+            generated, name, _hooked(getattr(original_class(generated), name), name)
+        )
+
+
+def register_fsdp_forward_method(module: Any, method_name: str) -> None:
+    """Treat a method of a sharded module as a forward: gather, run, free.
+
+    Inputs and outputs are cast as in a call of the module. On a module that is not
+    sharded this does nothing, so that model code can call it in any case.
+
+    Args:
+        module: a module, sharded or not.
+        method_name: name of a method of its class.
+
+    Raises:
+        TypeError: the name is not a str, or the attribute is not a plain method.
+        ValueError: the sharded module has no such method.
+
+    Source: specification, "Calling forward directly"; PyTorch.
+    """
+    if not isinstance(method_name, str):
+        raise TypeError(
+            "register_fsdp_forward_method: method_name must be a str, got "
+            f"{method_name!r}."
+        )
+    if not isinstance(module, FSDPModule):
+        return
+    cls = original_class(type(module))
+    found = inspect.getattr_static(cls, method_name, None)
+    if found is None:
+        raise ValueError(
+            f"register_fsdp_forward_method: {cls.__name__} has no method "
+            f"{method_name!r}."
+        )
+    if not callable(found) or isinstance(found, (staticmethod, classmethod, type)):
+        raise TypeError(
+            f"register_fsdp_forward_method: {cls.__name__}.{method_name} is a "
+            f"{type(found).__name__}, not a method of an instance, so there are no "
+            "parameters to gather for it."
+        )
+    state = state_of(module)
+    if method_name == "__call__" or method_name in state.forward_methods:
+        return
+    _hook_method(type(module), method_name)
+    set_state(module, forward_methods=(*state.forward_methods, method_name))

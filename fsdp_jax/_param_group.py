@@ -1,0 +1,166 @@
+"""One communication group: its Variables, and moving their values together.
+
+What must not live here: the module class, validation of `fully_shard`'s arguments, what
+runs between gathers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from fsdp_jax import _collectives
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._param import (
+    METADATA,
+    ParamSpec,
+    constrain,
+    install,
+    is_abstract,
+    move,
+    mover,
+)
+
+
+@dataclasses.dataclass
+class ParamGroup:
+    """The parameters of one `fully_shard` call, in the order of their paths.
+
+    Attributes:
+        variables: managed Variables below the module, less those of inner groups.
+        mesh: where they live.
+    """
+
+    variables: list[nnx.Variable]
+    mesh: MeshInfo
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """One spec per parameter."""
+        return [v.get_metadata(METADATA) for v in self.variables]
+
+    def values(self) -> list[Any]:
+        """The raw values: shards, or full arrays while unsharded."""
+        return [v.get_raw_value() for v in self.variables]
+
+    def shards(self, divisor: float = 1.0) -> list[Any]:
+        """The values in their resting layout; nothing is changed.
+
+        Args:
+            divisor: what the group's gradients are divided by; only a per-device
+                program that differentiates needs it.
+        """
+        return [self._rest(v, divisor) for v in self.variables]
+
+    def check_concrete(self, asked: str) -> None:
+        """Raise if a parameter has no value yet."""
+        names = [s.path for v, s in zip(self.variables, self.specs) if is_abstract(v)]
+        if names:
+            raise RuntimeError(
+                f"{asked}: parameters {names} are abstract (ShapeDtypeStruct). Give "
+                "them values first, with nnx.update(model, state) or load_state_dict."
+            )
+
+    def check_shards(self) -> None:
+        """Raise unless every value is this device's piece, in a per-device program."""
+        for variable, spec in zip(self.variables, self.specs):
+            value = variable.get_raw_value()
+            if spec.dim is None or spec.mesh.num_shards == 1:
+                continue
+            if value.shape[spec.dim] * spec.mesh.num_shards != spec.size:
+                raise ValueError(
+                    f"parameter {spec.path!r} entered this per-device program with "
+                    f"shape {tuple(value.shape)}; its shard has dim {spec.dim} of "
+                    f"{spec.size // spec.mesh.num_shards}. Give shard_map the in_spec "
+                    f"{spec.mesh.spec(value.ndim, spec.dim)} for it, or use "
+                    "fsdp_jax.shard_map."
+                )
+
+    def gather_global(self, dtype: Any = None) -> list[Any]:
+        """Full arrays, replicated on the mesh, in `dtype` where floating and given.
+
+        Traced values come with a custom gradient that returns to the shards.
+        """
+        values = self.values()
+        if self.is_traced():
+            return [
+                _gather_traced(v, s, dtype)
+                for v, s in zip(values, self.specs, strict=True)
+            ]
+        if not values:
+            return []
+        targets = tuple(self.mesh.sharding(v.ndim, None) for v in values)
+        cast = [_collectives.cast_floating(v, dtype) for v in values]
+        return list(mover(targets)(*cast))
+
+    def is_traced(self) -> bool:
+        """Whether a value is being traced, or would be as soon as it is used."""
+        values = [*self.values(), jnp.zeros(())]
+        return any(isinstance(v, jax.core.Tracer) for v in values)
+
+    def set_values(self, values: Sequence[Any]) -> None:
+        """Hold `values` from now on, as they are."""
+        for variable, value in zip(self.variables, values, strict=True):
+            install(variable, value)
+
+    @contextmanager
+    def holding(self, full: Sequence[Any]) -> Iterator[None]:
+        """Hold `full` in the Variables for the length of the block.
+
+        Afterwards each holds what it held before, or what the block wrote into it,
+        brought to the layout and dtype in which it rests. In a per-device program
+        nothing can be written (see `ManagedVariable.set_value`).
+        """
+        before = self.values()
+        self.set_values(full)
+        try:
+            yield
+        finally:
+            for variable, held, old in zip(self.variables, full, before, strict=True):
+                new = variable.get_raw_value()
+                if new is held or self.mesh.per_device():
+                    new = old
+                elif isinstance(new, (jax.Array, np.ndarray)):
+                    spec = variable.get_metadata(METADATA)
+                    target = getattr(old, "sharding", None)
+                    if not isinstance(target, NamedSharding):
+                        target = spec.sharding(new.ndim)
+                    new = move(jnp.asarray(new, old.dtype), target)
+                install(variable, new)
+
+    def _rest(self, variable: nnx.Variable, divisor: float) -> Any:
+        spec, value = variable.get_metadata(METADATA), variable.get_raw_value()
+        if spec.is_shard(value) or value is None:
+            return value
+        if spec.mesh.per_device():
+            return _collectives.own_shard(value, spec.dim, spec.mesh, divisor)
+        return move(value, spec.sharding(value.ndim))
+
+
+def _gather_traced(value: jax.Array, spec: ParamSpec, dtype: Any) -> jax.Array:
+    """Constrain a traced shard to be whole; its gradient returns to the shards."""
+    whole = spec.mesh.sharding(value.ndim, None)
+    rest = spec.sharding(value.ndim)
+    own_dtype = value.dtype
+
+    def to_full(x):
+        # Pinned before the cast moves: else the partitioner gathers, then casts.
+        return constrain(_collectives.cast_floating(constrain(x, rest), dtype), whole)
+
+    if not jnp.issubdtype(own_dtype, jnp.inexact):
+        return to_full(value)
+
+    gather = jax.custom_vjp(to_full)
+    gather.defvjp(
+        lambda x: (to_full(x), None),
+        lambda _, ct: (constrain(ct, rest).astype(own_dtype),),
+    )
+    return gather(value)

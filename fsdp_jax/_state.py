@@ -1,0 +1,112 @@
+"""What a sharded module knows about itself, and finding modules and their groups.
+
+What lives here: the static state under its one attribute, and the walks that collect a
+group. What must not: changing a module's class, and what happens when it is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flax import nnx
+
+from fsdp_jax import _collectives, _functional
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._param import ManagedVariable, replicate, spec_of
+from fsdp_jax._param_group import ParamGroup
+from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
+
+STATE = "_pytree__fsdp"  # nnx.bridge.ToNNX skips names that start so
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDPState:
+    """All that a sharded module knows about itself. Static, so part of its graphdef.
+
+    Attributes:
+        mesh: mesh and sharding axes.
+        reshard_after_forward: as given to `fully_shard`, or to the setter.
+        mp_policy: dtypes.
+        offload_policy: where shards rest.
+        threshold_bytes: full parameters under this size share a buffer.
+        forward_methods: names registered with `register_fsdp_forward_method`.
+        unsharded: whether the Variables hold full arrays.
+        forwards_left: forwards until an integer `reshard_after_forward` frees.
+        window: whether a call of the module is running, with gathered parameters.
+        inside: whether a call of an enclosing sharded module is running.
+        divisor: what summed gradients are divided by; None: the number of devices.
+    """
+
+    mesh: MeshInfo
+    reshard_after_forward: bool | int | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    threshold_bytes: int
+    forward_methods: tuple[str, ...] = ()
+    unsharded: bool = False
+    forwards_left: int = 0
+    window: bool = False
+    inside: bool = False
+    divisor: float | None = None
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that gathered parameters stay for: 0 without end, 1 free at once."""
+        asked = self.reshard_after_forward
+        return 1 if asked is None else (int(asked) if asked is not False else 0)
+
+
+def is_sharded(node: Any) -> bool:
+    """Whether `fully_shard` was applied to this very node."""
+    return isinstance(node, nnx.Module) and STATE in vars(node)
+
+
+def state_of(module: Any) -> FSDPState:
+    """The state of a sharded module."""
+    return vars(module)[STATE]
+
+
+def set_state(module: Any, **changes: Any) -> None:
+    """Replace fields of a module's state."""
+    state = dataclasses.replace(state_of(module), **changes)
+    object.__setattr__(module, STATE, state)
+
+
+def group_of(module: Any) -> ParamGroup:
+    """A module's group: managed parameters below it, less those of inner groups."""
+    found = _functional.walk(module, stop=is_sharded)
+    variables = [v for _, v in found if isinstance(v, ManagedVariable)]
+    return ParamGroup(variables, state_of(module).mesh)
+
+
+def sharded_modules(root: Any) -> list[Any]:
+    """The sharded modules at and below `root`, outer ones first."""
+    return [m for _, m in _functional.walk(root) if is_sharded(m)]
+
+
+def divisor_of(state: FSDPState) -> float:
+    """What the summed gradients of a group are divided by."""
+    return float(state.mesh.num_shards) if state.divisor is None else state.divisor
+
+
+def comm_of(module: Any, group: ParamGroup) -> _collectives.GroupComm:
+    """How the group of a module travels in a per-device program."""
+    state = state_of(module)
+    return _collectives.GroupComm(
+        mesh=state.mesh,
+        dims=tuple(spec.dim for spec in group.specs),
+        param_dtype=state.mp_policy.param_dtype,
+        reduce_dtype=state.mp_policy.reduce_dtype,
+        divisor=divisor_of(state),
+        threshold_bytes=state.threshold_bytes,
+        name=type(module).__bases__[1].__name__,
+    )
+
+
+def place_replicated(module: Any) -> None:
+    """Put everything below a module that no group manages whole on its mesh."""
+    mesh = state_of(module).mesh
+    for _, variable in _functional.walk(module):
+        if isinstance(variable, nnx.Variable) and spec_of(variable) is None:
+            replicate(variable, mesh)

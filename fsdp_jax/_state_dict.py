@@ -1,0 +1,94 @@
+"""State dicts: dotted names to arrays, and writing such arrays back.
+
+What lives here: the checks of `load_state_dict`. What must not: files and formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fsdp_jax import _functional
+from fsdp_jax._param import (
+    dotted,
+    install,
+    move,
+    spec_of,
+)
+from fsdp_jax._state import state_of
+
+
+def state_dict(module: Any) -> dict[str, Any]:
+    """Dotted names to arrays, in the order of `nnx.state`."""
+    flat = nnx.to_flat_state(nnx.state(module))
+    return {dotted(path): at_rest(value) for path, value in flat}
+
+
+def at_rest(value: Any) -> Any:
+    """The array of a Variable, managed ones in their resting layout."""
+    if not isinstance(value, nnx.Variable):
+        return value
+    raw, spec = value.get_raw_value(), spec_of(value)
+    if spec is None or spec.is_shard(raw):
+        return raw
+    return move(raw, spec.sharding(raw.ndim))
+
+
+def load_state_dict(module: Any, state_dict: Any, strict: bool) -> None:
+    """Check every name and value, then write them."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            "load_state_dict: expected a mapping of names to arrays, got "
+            f"{type(state_dict).__name__}."
+        )
+    variables = {
+        dotted(p): v for p, v in _functional.walk(module) if isinstance(v, nnx.Variable)
+    }
+    missing = [n for n in variables if n not in state_dict]
+    unexpected = [n for n in state_dict if n not in variables]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"load_state_dict: missing names {missing}, unexpected names {unexpected}. "
+            "Pass strict=False to load the others."
+        )
+    writes = []
+    for name, variable in variables.items():
+        if name in state_dict:
+            writes.append((variable, _checked(name, variable, state_dict[name])))
+    mesh = state_of(module).mesh
+    for variable, value in writes:
+        spec, old = spec_of(variable), variable.get_raw_value()
+        rest = spec.sharding(old.ndim) if spec else mesh.sharding(old.ndim, None)
+        target = rest if isinstance(old, jax.core.Tracer) else old.sharding
+        if spec is not None and target.mesh.empty:
+            target = rest
+        install(variable, move(value, target if spec else rest))
+
+
+def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
+    """A value for a Variable, or the error that says why it is none."""
+    old = variable.get_raw_value()
+    if isinstance(value, nnx.Variable):
+        value = value.get_raw_value()
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"load_state_dict: {name!r} is a {type(value).__name__}, not an array."
+        )
+    if tuple(value.shape) != tuple(old.shape):
+        raise ValueError(
+            f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the module "
+            f"needs the full shape {tuple(old.shape)}."
+        )
+    if value.dtype == old.dtype:
+        return value
+    floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in (value, old)]
+    if not all(floating):
+        raise ValueError(
+            f"load_state_dict: {name!r} has dtype {value.dtype}, the module holds "
+            f"{old.dtype}. Only floating values are cast; convert it first."
+        )
+    return value.astype(old.dtype)

@@ -1,0 +1,74 @@
+"""Unsharding a module outside of its forward, and bringing it back.
+
+What lives here: `UnshardHandle`, started gathers, resharding. What must not: what a
+forward gathers for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+from fsdp_jax import _schedule
+from fsdp_jax._param_group import ParamGroup
+from fsdp_jax._state import comm_of, divisor_of, group_of, set_state, state_of
+
+
+class UnshardHandle:
+    """A gather that was started by `unshard(async_op=True)`.
+
+    Source: specification, "Calling forward directly"; PyTorch `UnshardHandle`.
+    """
+
+    def __init__(self, module: Any, shards: list[Any], full: list[Any]) -> None:
+        self._pending: tuple[Any, list[Any], list[Any]] | None = (module, shards, full)
+
+    def wait(self) -> None:
+        """Make the module's parameters the full arrays; a second call does nothing.
+
+        A parameter that was written since the gather started is gathered anew. After
+        `reshard()`, or a forward that used the gather, there is nothing to wait for.
+        """
+        if self._pending is None:
+            return
+        module, shards, full = self._pending
+        self.cancel()
+        group = group_of(module)
+        if state_of(module).unsharded:
+            return
+        now = group.values()
+        if len(now) != len(shards) or any(a is not b for a, b in zip(now, shards)):
+            full = gather_own_dtype(module, group)
+        group.set_values(full)
+        set_state(module, unsharded=True, forwards_left=state_of(module).num_forwards)
+
+    def cancel(self) -> None:
+        """Forget the gather."""
+        self._pending = None
+
+
+# Started gathers, to be used by the next forward or dropped by reshard(). They change
+# what is gathered when, in eager mode only; nothing traced looks here.
+STARTED: weakref.WeakKeyDictionary[Any, UnshardHandle] = weakref.WeakKeyDictionary()
+
+
+def take_started(module: Any) -> UnshardHandle | None:
+    """The started gather of a module, which from now on is the caller's."""
+    return STARTED.pop(module, None)
+
+
+def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
+    """Full arrays of a group in the parameters' own dtype."""
+    if group.mesh.per_device():
+        group.check_shards()
+        comm = dataclasses.replace(comm_of(module, group), param_dtype=None)
+        return _schedule.gather_kept(group.values(), comm)
+    return group.gather_global()
+
+
+def reshard_now(module: Any) -> None:
+    """Bring a module's group to rest."""
+    group, state = group_of(module), state_of(module)
+    group.set_values(group.shards(divisor_of(state)))
+    set_state(module, unsharded=False, forwards_left=0)
