@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _functional
@@ -252,7 +253,7 @@ def local_shape(param: Any) -> tuple[int, ...]:
         raise TypeError(
             f"local_shape: expected a Variable or an array, got {type(param).__name__}."
         )
-    sharding = None if isinstance(value, jax.core.Tracer) else value_sharding(value)
+    sharding = None if isinstance(value, Tracer) else value_sharding(value)
     return tuple(sharding.shard_shape(value.shape) if sharding else value.shape)
 
 

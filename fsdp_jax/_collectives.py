@@ -209,8 +209,7 @@ def own_shard(full: Array, dim: int | None, mesh: MeshInfo, divisor: float) -> A
     size = full.shape[dim] // mesh.num_shards
     axis = dim % full.ndim
 
-    @jax.custom_vjp
-    def cut(full):
+    def plain(full):
         start = device_index(mesh) * size
         return jax.lax.dynamic_slice_in_dim(full, start, size, axis=axis)
 
@@ -221,7 +220,8 @@ def own_shard(full: Array, dim: int | None, mesh: MeshInfo, divisor: float) -> A
             jax.lax.dynamic_update_slice_in_dim(zeros, ct * divisor, start, axis=axis),
         )
 
-    cut.defvjp(lambda full: (cut(full), Static(full.shape)), backward)
+    cut = jax.custom_vjp(plain)
+    cut.defvjp(lambda full: (plain(full), Static(full.shape)), backward)
     return cut(full)
 
 

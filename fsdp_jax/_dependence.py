@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
@@ -44,7 +44,7 @@ def depends_on(
     jaxpr = closed.jaxpr
     marked: set[Var] = set()
     for var, const in zip(jaxpr.constvars, closed.consts):
-        if isinstance(const, jax.core.Tracer):
+        if isinstance(const, Tracer):
             marked.add(var)
     marked.update(v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark)
     for eqn in jaxpr.eqns:
@@ -64,8 +64,8 @@ def _slice(
     jaxpr: Jaxpr, wanted: Sequence[bool]
 ) -> tuple[list[tuple[JaxprEqn, list[bool]]], set[Var]]:
     """The equations that the wanted outputs need, in order, and the variables read."""
-    need = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w}
-    needed = {v for v in need if isinstance(v, Var)}
+    outputs = zip(jaxpr.outvars, wanted, strict=True)
+    needed = {v for v, w in outputs if w and isinstance(v, Var)}
     chosen = []
     for eqn in reversed(jaxpr.eqns):
         outs = [v in needed for v in eqn.outvars]

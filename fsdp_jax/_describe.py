@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 from flax import nnx
+from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 
@@ -179,7 +179,7 @@ def _shapes(value: Any, spec: Any, num_shards: int):
         return tuple(full), shape, ""
     local = _layout.shard_shape(shape, spec.dim, num_shards)
     sharding = getattr(value, "sharding", None)
-    if not isinstance(value, jax.core.Tracer) and sharding is not None:
+    if not isinstance(value, Tracer) and sharding is not None:
         if sharding.is_fully_replicated and num_shards > 1:
             return shape, shape, "unsharded at present"
     return shape, local, ""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from fsdp_jax import _functional, _layout
 from fsdp_jax._mesh import MeshInfo, resolve_mesh
@@ -361,7 +362,7 @@ def _apply(plans: list[_Plan], state: FSDPState) -> None:
 def _undo(variable: nnx.Variable) -> Callable[[], None]:
     """How to give a Variable back what it has now, without keeping it alive."""
     value = variable.get_raw_value()
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         sharding = value.sharding
         return lambda: release(variable, None, sharding)
     return lambda: release(variable, value, None)

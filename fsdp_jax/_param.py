@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
 
 from fsdp_jax._mesh import MeshInfo
 
@@ -23,7 +24,7 @@ METADATA = "fsdp"
 Path = tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ParamSpec:
     """How a managed parameter rests. Static metadata of its Variable.
 
@@ -40,6 +41,10 @@ class ParamSpec:
     size: int
     mesh: MeshInfo
     reason: str = ""
+
+    def __repr__(self) -> str:
+        place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
+        return f"ParamSpec({self.path!r}, {place}, over {self.mesh.num_shards})"
 
     def is_shard(self, value: Any) -> bool:
         """Whether `value` is one device's piece, as a per-device program sees it."""
@@ -100,11 +105,11 @@ class ManagedVariable(nnx.Variable):
     def _settle(self, before: Any) -> None:
         """Put a concrete value where the one before it was, or where it rests."""
         spec, value = self.get_metadata(METADATA, None), self.get_raw_value()
-        if spec is None or isinstance(value, jax.core.Tracer):
+        if spec is None or isinstance(value, Tracer):
             return
         if not isinstance(value, (jax.Array, np.ndarray)):
             return
-        if isinstance(before, jax.core.Tracer) or spec.is_shard(value):
+        if isinstance(before, Tracer) or spec.is_shard(value):
             return
         target = getattr(before, "sharding", None)
         if not isinstance(target, NamedSharding) or target.mesh != spec.mesh.mesh:
@@ -124,19 +129,23 @@ class _ManagedMeta(type(nnx.Variable)):
 
 
 @functools.cache
-def managed_class(original: type[nnx.Variable]) -> type[nnx.Variable]:
+def managed_class(original: Any) -> Any:
     """The managed subclass of a Variable class, one per class."""
     namespace = {"__module__": original.__module__, "__doc__": original.__doc__}
     name = f"FSDP{original.__name__}"
     return _ManagedMeta(name, (ManagedVariable, original), namespace)
 
 
-def original_class(managed: type[nnx.Variable]) -> type[nnx.Variable]:
+def original_class(managed: Any) -> Any:
     """The Variable class that `managed_class` was given."""
     return managed.__bases__[1]
 
 
-copyreg.pickle(_ManagedMeta, lambda cls: (managed_class, (original_class(cls),)))
+def _reduce_class(cls: Any) -> Any:
+    return managed_class, (original_class(cls),)
+
+
+copyreg.pickle(_ManagedMeta, _reduce_class)
 
 
 def _rebuild_variable(original, value, metadata) -> nnx.Variable:
@@ -149,7 +158,7 @@ def _rebuild_variable(original, value, metadata) -> nnx.Variable:
 def to_host(value: Any, what: str) -> Any:
     """Copy an array to host memory for pickling; abstract values pass."""
     if isinstance(value, jax.Array):
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise RuntimeError(
                 f"pickle: {what} is being traced. Pickle outside of jit."
             )
@@ -176,7 +185,7 @@ def move(value: Any, target: NamedSharding) -> Any:
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=target)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return constrain(value, target)
     if getattr(value, "sharding", None) == target:
         return value
@@ -190,8 +199,7 @@ def move(value: Any, target: NamedSharding) -> Any:
 
 def constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
     """Put a traced array under a sharding, on axes of either kind."""
-    context = jax.sharding.get_abstract_mesh()
-    if context.are_all_axes_explicit and not context.empty:
+    if AxisType.Explicit in target.mesh.axis_types:
         return jax.sharding.reshard(value, target)
     return jax.lax.with_sharding_constraint(value, target)
 
@@ -215,7 +223,7 @@ def replicate(variable: nnx.Variable, mesh: MeshInfo) -> None:
     """
 
     def place(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             return x
         return move(x, mesh.sharding(x.ndim, None))
 
@@ -228,7 +236,7 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
     NNX copies a parameter's metadata to its moments, the spec among it.
     """
     spec, value = variable.get_metadata(METADATA, None), variable.get_raw_value()
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return
     cut = spec is not None and spec.dim is not None and value.ndim >= -spec.dim
     if spec is not None and cut and value.shape[spec.dim] == spec.size:

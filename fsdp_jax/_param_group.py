@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from fsdp_jax import _collectives
@@ -104,7 +105,7 @@ class ParamGroup:
     def is_traced(self) -> bool:
         """Whether a value is being traced, or would be as soon as it is used."""
         values = [*self.values(), jnp.zeros(())]
-        return any(isinstance(v, jax.core.Tracer) for v in values)
+        return any(isinstance(v, Tracer) for v in values)
 
     def set_values(self, values: Sequence[Any]) -> None:
         """Hold `values` from now on, as they are."""

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
@@ -102,7 +103,7 @@ _compiled = jax.jit(_sharded, static_argnums=0)
 
 
 def execute(program: Program, inputs: list[Any]) -> Any:
-    if any(isinstance(x, jax.core.Tracer) for x in inputs):
+    if any(isinstance(x, Tracer) for x in inputs):
         return _sharded(program, inputs)
     try:
         hash(program)
@@ -278,32 +279,34 @@ def _split_loss(request: Request, output: Any) -> tuple[Any, Any]:
                 f"got {type(output).__name__}."
             )
         output, aux = output
-    parts = output if request.reduction == "weighted" else (output,)
-    if (
-        not isinstance(parts, tuple)
-        or len(parts) not in (1, 2)
-        or (request.reduction == "weighted" and len(parts) != 2)
-    ):
+    weighted = request.reduction == "weighted"
+    parts: Any = output if weighted else (output,)
+    if weighted and (not isinstance(parts, tuple) or len(parts) != 2):
         raise TypeError(
             f"{request.who}: with reduction='weighted' f must return a pair "
             f"(loss_sum, weight), got {type(output).__name__}."
         )
-    checked = []
-    for part in parts:
-        x = jnp.asarray(part) if not isinstance(part, (tuple, list, dict)) else part
-        shape = getattr(x, "shape", None)
-        if shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
-            weight = request.reduction == "weighted" and len(checked) == 1
-            if weight and shape == ():
-                x = x.astype(checked[0].dtype)
-            else:
-                found = f"shape {shape}, {x.dtype}" if shape is not None else type(part)
-                raise TypeError(
-                    f"{request.who}: f must return a floating scalar, got {found}. If "
-                    "it returns a pair, pass has_aux=True."
-                )
-        checked.append(x)
-    return (tuple(checked) if len(checked) == 2 else checked[0]), aux
+    loss = _scalar(request, parts[0])
+    if not weighted:
+        return loss, aux
+    weight = parts[1]
+    if not isinstance(weight, (bool, int, float)):
+        weight = _scalar(request, weight, jnp.number)
+    return (loss, jnp.asarray(weight, loss.dtype)), aux
+
+
+def _scalar(request: Request, x: Any, kind: Any = jnp.floating) -> jax.Array:
+    """The user's loss or weight, as an array of shape ()."""
+    found = type(x).__name__
+    if _functional.is_array(x) or isinstance(x, (int, float)):
+        x = jnp.asarray(x)
+        if x.shape == () and jnp.issubdtype(x.dtype, kind):
+            return x
+        found = f"shape {x.shape}, {x.dtype}"
+    raise TypeError(
+        f"{request.who}: f must return a floating scalar, got {found}. If it returns a "
+        "pair, pass has_aux=True."
+    )
 
 
 def _with_value(request: Request, taken: _functional.Taken):

@@ -25,6 +25,10 @@ Array = jax.Array
 Body = Callable[[list[Array], list[Array]], list[Array]]
 
 
+def _zeros(zero: Any) -> Array:
+    return jnp.zeros(zero.shape, zero.dtype)
+
+
 def _is_inexact(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -44,8 +48,7 @@ def gather_kept(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     """
     dtypes = [s.dtype for s in shards]
 
-    @jax.custom_vjp
-    def gather(shards):
+    def plain(shards):
         return gather_group(shards, comm)
 
     def forward(shards):
@@ -59,6 +62,7 @@ def gather_kept(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
         ]
         return (scatter_group(grads, dtypes, comm),)
 
+    gather = jax.custom_vjp(plain)
     gather.defvjp(forward, backward, symbolic_zeros=True)
     return gather(list(shards))
 
@@ -102,8 +106,7 @@ def run_regathered(
     """
     dtypes = [s.dtype for s in shards]
 
-    @jax.custom_vjp
-    def run(shards, others):
+    def plain(shards, others):
         return body(gather_group(shards, comm), others)
 
     def forward(shards, others):
@@ -130,9 +133,7 @@ def run_regathered(
         vjp = _rebuild_vjp(saved, full, arrays, len(others))
         arrived = iter(real)
         cotangents = [
-            jnp.zeros(c.shape, c.dtype)
-            if isinstance(c, SymbolicZero)
-            else next(arrived)
+            _zeros(c) if isinstance(c, SymbolicZero) else next(arrived)
             for c in cotangents
         ]
         member_cts, other_cts = vjp(cotangents)
@@ -142,6 +143,7 @@ def run_regathered(
             other_grads[i] = ct
         return scatter_group(grads, dtypes, comm), other_grads
 
+    run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(list(shards), list(others))
 

@@ -76,7 +76,9 @@ def set_state(module: Any, **changes: Any) -> None:
 def group_of(module: Any) -> ParamGroup:
     """A module's group: managed parameters below it, less those of inner groups."""
     found = _functional.walk(module, stop=is_sharded)
-    variables = [v for _, v in found if isinstance(v, ManagedVariable)]
+    variables: list[nnx.Variable] = [
+        v for _, v in found if isinstance(v, ManagedVariable)
+    ]
     return ParamGroup(variables, state_of(module).mesh)
 
 

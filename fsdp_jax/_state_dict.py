@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from fsdp_jax import _functional
 from fsdp_jax._param import (
@@ -63,7 +63,7 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> None:
     for variable, value in writes:
         spec, old = spec_of(variable), variable.get_raw_value()
         rest = spec.sharding(old.ndim) if spec else mesh.sharding(old.ndim, None)
-        target = rest if isinstance(old, jax.core.Tracer) else old.sharding
+        target = rest if isinstance(old, Tracer) else old.sharding
         if spec is not None and target.mesh.empty:
             target = rest
         install(variable, move(value, target if spec else rest))

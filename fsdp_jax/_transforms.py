@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _functional
 from fsdp_jax._join import REDUCTIONS, Request, slots_of
@@ -263,12 +264,13 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
         grads = [next(flat) for _ in diff]
     if request.argnums is None:
         return outputs
+    assert grad_layout is not None
     return outputs, grad_layout(grads)
 
 
 def _placed(x: Any, target: NamedSharding) -> Any:
-    """Bring an argument to the mesh; traced ones only if their type asks for it."""
-    if isinstance(x, jax.core.Tracer) and not jax.typeof(x).sharding.mesh.axis_names:
+    """Bring an argument to the mesh; of traced ones only those on Explicit axes."""
+    if isinstance(x, Tracer) and AxisType.Explicit not in target.mesh.axis_types:
         return x
     return move(x, target)
 
