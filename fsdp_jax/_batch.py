@@ -6,6 +6,7 @@ not: running anything.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,7 +135,43 @@ def resolve_specs(
 
 
 def is_spec(x: Any) -> bool:
+    """Whether `x` is a spec, or the None that stands for the default."""
     return x is None or isinstance(x, PartitionSpec)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenSpecs:
+    """A tree of specs as the user gave it, hashable; trailing Nones are dropped.
+
+    Attributes:
+        treedef: structure of the tree.
+        leaves: specs, or None for the default.
+    """
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(specs: Any) -> FrozenSpecs:
+        """Freeze a tree of specs."""
+        leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+        return FrozenSpecs(treedef, tuple(_trimmed(s) for s in leaves))
+
+    def tree(self) -> Any:
+        """The tree again."""
+        return jax.tree.unflatten(self.treedef, self.leaves)
+
+
+def _trimmed(spec: Any) -> Any:
+    if not isinstance(spec, PartitionSpec):
+        return spec
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+NO_SPECS = FrozenSpecs.of(None)
 
 
 def _given_specs(args: Sequence[Any], in_specs: Any, who: str) -> list[Any]:
@@ -207,7 +244,7 @@ def shard_batch(batch: Any, model: Any) -> Any:
             divide over its devices.
         TypeError: a leaf that is neither an array nor a number.
 
-    Source: DESIGN section 3.
+    Source: README, "The loop".
     """
     who = "shard_batch"
     mesh = mesh_of([model] if _functional.is_node(model) else [], who)
@@ -246,7 +283,7 @@ def local_shape(param: Any) -> tuple[int, ...]:
     Raises:
         TypeError: none of these.
 
-    Source: specification, "The user contract"; DESIGN section 2.
+    Source: specification, "The user contract" (its local shapes).
     """
     value = param.get_raw_value() if hasattr(param, "get_raw_value") else param
     if is_sharded(param) or not hasattr(value, "shape"):

@@ -121,7 +121,7 @@ def describe(model: Any) -> Description:
     Raises:
         ValueError: no sharded module in `model`.
 
-    Source: DESIGN section 3.
+    Source: README, "The contract".
     """
     mesh = mesh_of([model] if _functional.is_node(model) else [], "describe")
     owners = _owners(model)

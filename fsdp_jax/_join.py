@@ -45,8 +45,8 @@ class Request:
     has_aux: bool = False
     wrt: tuple[Any, ...] = ()
     reduction: str = "mean"
-    in_specs: Any = None
-    out_specs: Any = None
+    in_specs: _batch.FrozenSpecs = _batch.NO_SPECS
+    out_specs: _batch.FrozenSpecs = _batch.NO_SPECS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +123,9 @@ def state_rule(request: Request, mesh: MeshInfo, slot: Slot, new: bool) -> Calla
 def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
     """How each array of the user's output becomes global."""
     specs: list[Any] = [None] * len(taken.slots)
-    if request.out_specs is not None:
-        specs = _batch.broadcast_specs(
-            request.out_specs, output, "the output", request.who
-        )
+    out_specs = request.out_specs.tree()
+    if out_specs is not None:
+        specs = _batch.broadcast_specs(out_specs, output, "the output", request.who)
     asked = [s for s, slot in zip(specs, taken.slots) if slot == "array"]
 
     def make(spec: PartitionSpec | None, x: Any) -> Callable:

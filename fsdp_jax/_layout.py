@@ -99,7 +99,7 @@ def divide_factors(dtype: Any, divisor: float) -> tuple[float, float]:
     float16 sums overflow at 65504, so part of the division goes first: a power of two
     near the root of the divisor. Other dtypes divide once, after.
 
-    Source: PyTorch (`_get_gradient_divide_factors`), DESIGN section 4.
+    Source: PyTorch (`_get_gradient_divide_factors`), README "Mixed precision".
     """
     if np.dtype(dtype) != np.float16 or divisor <= 1:
         return 1.0, float(divisor)

@@ -84,10 +84,9 @@ class FSDPModule(nnx.Module):
             shards = group.values()
             handle = UnshardHandle(self, shards, gather_own_dtype(self, group))
         if async_op:
-            if handle._pending is not None and not group.is_traced():
+            if handle.pending and not group.is_traced():
                 STARTED[self] = handle
             return handle
-        take_started(self)
         handle.wait()
         return None
 
@@ -147,7 +146,7 @@ class FSDPModule(nnx.Module):
         Raises:
             ValueError: not an int, or negative.
 
-        Source: DESIGN section 4, point 5.
+        Source: README, "What happens when".
         """
         if not isinstance(threshold_bytes, int) or threshold_bytes < 0:
             raise ValueError(

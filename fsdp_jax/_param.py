@@ -238,11 +238,11 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
     spec, value = variable.get_metadata(METADATA, None), variable.get_raw_value()
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return
-    cut = spec is not None and spec.dim is not None and value.ndim >= -spec.dim
-    if spec is not None and cut and value.shape[spec.dim] == spec.size:
-        install(variable, move(value, spec.sharding(value.ndim)))
-    else:
-        replicate(variable, mesh)
+    if isinstance(spec, ParamSpec) and spec.dim is not None:
+        if value.ndim >= -spec.dim and value.shape[spec.dim] == spec.size:
+            install(variable, move(value, spec.sharding(value.ndim)))
+            return
+    replicate(variable, mesh)
 
 
 def release(variable: nnx.Variable, value: Any, sharding: Any) -> None:

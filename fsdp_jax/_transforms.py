@@ -72,7 +72,7 @@ def value_and_grad(
         NotImplementedError: `num_microbatches` above 1.
         RuntimeError: called inside a per-device program.
 
-    Source: specification, "After backward, ..."; DESIGN section 3.
+    Source: specification, "After backward, ..."; README, "The contract".
     """
     request = _request(
         "value_and_grad",
@@ -139,20 +139,21 @@ def shard_map(f: Callable, *, in_specs: Any = None, out_specs: Any = None) -> Ca
         As the function that `value_and_grad` returns; also TypeError for an integer
         scalar that differs between devices.
 
-    Source: DESIGN section 3.
+    Source: README, "`value_and_grad`, `grad`, `shard_map`".
     """
     _check_callable("shard_map", f)
-    request = Request("shard_map", f, in_specs=_frozen(in_specs), out_specs=out_specs)
+    request = Request(
+        "shard_map",
+        f,
+        in_specs=_batch.FrozenSpecs.of(in_specs),
+        out_specs=_batch.FrozenSpecs.of(out_specs),
+    )
 
     @functools.wraps(f)
     def shard_map_f(*args: Any, **kwargs: Any) -> Any:
         return _run(request, args, kwargs)
 
     return shard_map_f
-
-
-def _frozen(specs: Any) -> Any:
-    return tuple(specs) if isinstance(specs, list) else specs
 
 
 def _check_callable(who: str, f: Any) -> None:
@@ -204,7 +205,7 @@ def _request(
         has_aux,
         tuple(filters),
         reduction,
-        _frozen(in_specs),
+        _batch.FrozenSpecs.of(in_specs),
     )
 
 
@@ -218,7 +219,9 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
             "inside, use nnx.value_and_grad: the modules reduce their own gradients."
         )
     names = _batch.argument_names(request.f, args)
-    arg_specs = _batch.resolve_specs(args, kwargs, names, request.in_specs, mesh, who)
+    arg_specs = _batch.resolve_specs(
+        args, kwargs, names, request.in_specs.tree(), mesh, who
+    )
     for module in (m for node in nodes for m in sharded_modules(node)):
         group_of(module).check_concrete(who)
     with nnx.update_context(_functional.TAG):
@@ -228,11 +231,7 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
         in_specs = (*(s.spec for s in slots), *arg_specs)
         diff, grad_layout = _differentiated(request, args, nodes, slots, names)
         kinds = {PartitionSpec(), _batch.data_spec(mesh), *in_specs}
-        kinds.update(
-            s
-            for s in jax.tree.leaves(request.out_specs, is_leaf=_batch.is_spec)
-            if isinstance(s, PartitionSpec)
-        )
+        kinds.update(s for s in request.out_specs.leaves if s is not None)
         program = Program(
             request,
             mesh,

@@ -22,7 +22,14 @@ class UnshardHandle:
     """
 
     def __init__(self, module: Any, shards: list[Any], full: list[Any]) -> None:
-        self._pending: tuple[Any, list[Any], list[Any]] | None = (module, shards, full)
+        # Weakly: the table of started gathers must not keep its own keys alive.
+        self._module = weakref.ref(module)
+        self._gathered: tuple[list[Any], list[Any]] | None = (shards, full)
+
+    @property
+    def pending(self) -> bool:
+        """Whether `wait()` has something to do."""
+        return self._gathered is not None
 
     def wait(self) -> None:
         """Make the module's parameters the full arrays; a second call does nothing.
@@ -30,10 +37,12 @@ class UnshardHandle:
         A parameter that was written since the gather started is gathered anew. After
         `reshard()`, or a forward that used the gather, there is nothing to wait for.
         """
-        if self._pending is None:
+        module = self._module()
+        if self._gathered is None or module is None:
             return
-        module, shards, full = self._pending
+        shards, full = self._gathered
         self.cancel()
+        take_started(module)
         group = group_of(module)
         if state_of(module).unsharded:
             return
@@ -45,7 +54,7 @@ class UnshardHandle:
 
     def cancel(self) -> None:
         """Forget the gather."""
-        self._pending = None
+        self._gathered = None
 
 
 # Started gathers, to be used by the next forward or dropped by reshard(). They change

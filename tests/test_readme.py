@@ -1,0 +1,52 @@
+"""The README's code runs, and what it says of names and commands is true."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import fsdp_jax
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(code_blocks("python"))))
+def test_a_code_block_runs(number, tmp_path):
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", code_blocks("python")[number]],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "parameters over 8 devices" in done.stdout
+
+
+def test_there_are_two_commands_and_both_name_files_that_exist():
+    commands = code_blocks("sh")
+    assert len(commands) == 2
+    assert "examples/train_gpt.py" in commands[0] and "pytest" in commands[1]
+    assert (README.parent / "examples" / "train_gpt.py").exists()
+
+
+def test_every_public_name_is_mentioned():
+    text = README.read_text()
+    names = [n for n in dir(fsdp_jax) if not n.startswith("_")]
+    public = [n for n in names if not hasattr(getattr(fsdp_jax, n), "__path__")]
+    unmentioned = [n for n in public if not re.search(rf"\b{n}\b", text)]
+    assert unmentioned == []
+
+
+def test_every_link_leads_to_a_file():
+    for target in re.findall(r"\]\(([^)#]+)\)", README.read_text()):
+        assert (README.parent / target).exists(), target
