@@ -1,7 +1,8 @@
 """PyTorch FSDP2's `fully_shard` contract for Flax NNX modules, on JAX.
 
-See the README for the contract. Docstrings name the source of each clause: "specification"
-is TensorPlay's page on `tensorplay.distributed.fsdp.fully_shard`, "PyTorch" is version 2.13.
+See the README for the contract. Docstrings name the source of each clause:
+"specification" is TensorPlay's page on `tensorplay.distributed.fsdp.fully_shard`,
+"PyTorch" is version 2.13.
 """
 
 from fsdp_jax._batch import local_shape as local_shape

@@ -43,6 +43,20 @@ def mesh_of(nodes: Sequence[Any], who: str) -> MeshInfo:
     return meshes.pop()
 
 
+def check_context(mesh: MeshInfo, who: str) -> None:
+    """Raise if `jax.set_mesh` has set another mesh than the model's."""
+    context, own = jax.sharding.get_abstract_mesh(), mesh.mesh
+    if context.empty:
+        return
+    if (context.axis_names, context.axis_sizes) != (own.axis_names, own.axis_sizes):
+        raise ValueError(
+            f"{who}: jax.set_mesh has set a mesh with axes {context.axis_names} of "
+            f"sizes {context.axis_sizes}, but the model is sharded over "
+            f"{own.axis_names} of sizes {own.axis_sizes}. Shard the model over the "
+            "mesh that is set, or call this under the model's own mesh."
+        )
+
+
 def data_spec(mesh: MeshInfo) -> PartitionSpec:
     """The spec that cuts dim 0 over all data devices."""
     return mesh.spec(1, 0)

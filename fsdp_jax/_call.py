@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax import _collectives, _functional, _schedule
+from fsdp_jax._param import ShardReadError
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import comm_of, group_of, set_state, sharded_modules, state_of
 from fsdp_jax._unshard import reshard_now, take_started
@@ -153,8 +154,13 @@ def _call_regathered(module, group, comm, function, args, kwargs) -> Any:
                 graphdef, *states, tracked=tracked
             )
             in_args, in_kwargs = taken.put(copies, others[len(rest_arrays) :])
-            with _window(copy, ParamGroup(variables, group.mesh), full):
-                output = function(copy, *in_args, **in_kwargs)
+            try:
+                with _window(copy, ParamGroup(variables, group.mesh), full):
+                    output = function(copy, *in_args, **in_kwargs)
+            except ShardReadError as error:
+                if (path := _functional.find(copy, error.variable)) is not None:
+                    error.variable = dict(_functional.walk(module))[path]
+                raise
             taken_out, out_nodes, out_arrays = _functional.take(output)
             graphdef_out, params_out, rest_out = _functional.split_inner(
                 (variables, copy, copies, out_nodes), own, ..., tracked=tracked

@@ -138,6 +138,11 @@ def walk(
     yield from visit((), root)
 
 
+def find(root: Any, node: Any) -> tuple[Any, ...] | None:
+    """The path of a node below `root`, None if it is not there."""
+    return next((path for path, found in walk(root) if found is node), None)
+
+
 def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     integers = getattr(node, "_pytree__has_int_keys", False)
     items = [

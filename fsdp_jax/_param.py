@@ -58,6 +58,31 @@ class ParamSpec:
         return self.mesh.sharding(ndim, self.dim)
 
 
+class ShardReadError(RuntimeError):
+    """A parameter was read in a per-device program while it was sharded.
+
+    Attributes:
+        variable: the parameter's Variable.
+        path: its dotted name, as far as it is known.
+    """
+
+    def __init__(self, variable: Any, spec: ParamSpec, shape: tuple[int, ...]) -> None:
+        super().__init__(variable, spec, shape)
+        self.variable = variable
+        self.path = spec.path
+        self._found = f"this device holds {shape}, dim {spec.dim} of the full size"
+        self._size = spec.size
+
+    def __str__(self) -> str:
+        return (
+            f"parameter {self.path!r} is read while it is sharded: {self._found} "
+            f"{self._size}. Call the module itself (model(x), not a method that "
+            "fully_shard does not know), or register the method with "
+            "register_fsdp_forward_method(module, name), or call module.unshard() "
+            "first."
+        )
+
+
 class ManagedVariable(nnx.Variable):
     """Base of the Variable classes of managed parameters: the guard and the placement.
 
@@ -69,14 +94,7 @@ class ManagedVariable(nnx.Variable):
         value = self.get_raw_value()
         spec = self.get_metadata(METADATA, None)
         if spec is not None and isinstance(value, jax.Array) and spec.is_shard(value):
-            raise RuntimeError(
-                f"parameter {spec.path!r} is read while it is sharded: this device "
-                f"holds {tuple(value.shape)}, dim {spec.dim} of the full size "
-                f"{spec.size}. Call the module itself (model(x), not a method that "
-                "fully_shard does not know), or register the method with "
-                "register_fsdp_forward_method(module, name), or call module.unshard() "
-                "first."
-            )
+            raise ShardReadError(self, spec, tuple(value.shape))
         return super().get_value(**kwargs)
 
     def set_value(self, value: Any, **kwargs: Any) -> None:

@@ -32,7 +32,8 @@ from fsdp_jax._join import (
     state_rule,
 )
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._module import set_state, sharded_modules, state_of
+from fsdp_jax._param import ShardReadError, dotted
+from fsdp_jax._state import set_state, sharded_modules, state_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +205,13 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
             divisor=divisor,
         )
     args, kwargs = program.taken.put(nodes, arrays[num_state:])
-    output = request.f(*args, **kwargs)
+    try:
+        output = request.f(*args, **kwargs)
+    except ShardReadError as error:
+        for node in nodes:
+            if (path := _functional.find(node, error.variable)) is not None:
+                error.path = dotted(path)
+        raise
     for module, state in zip(modules, states, strict=True):
         module.reshard()
         set_state(

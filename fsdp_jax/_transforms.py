@@ -218,6 +218,7 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
             f"{who}: called inside a per-device program. Call it outside of shard_map; "
             "inside, use nnx.value_and_grad: the modules reduce their own gradients."
         )
+    _batch.check_context(mesh, who)
     names = _batch.argument_names(request.f, args)
     arg_specs = _batch.resolve_specs(
         args, kwargs, names, request.in_specs.tree(), mesh, who
