@@ -104,6 +104,7 @@ _compiled = jax.jit(_sharded, static_argnums=0)
 
 
 def execute(program: Program, inputs: list[Any]) -> Any:
+    """Run a program: as part of the trace that is going on, or compiled once."""
     if any(isinstance(x, Tracer) for x in inputs):
         return _sharded(program, inputs)
     try:
@@ -194,16 +195,10 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
     )
     modules = [m for node in nodes for m in sharded_modules(node)]
     states = [state_of(m) for m in modules]
+    at_rest = dict(unsharded=False, window=False, inside=False, forwards_left=0)
     divisor = None if request.reduction == "mean" else 1.0
     for module in modules:
-        set_state(
-            module,
-            unsharded=False,
-            window=False,
-            inside=False,
-            forwards_left=0,
-            divisor=divisor,
-        )
+        set_state(module, divisor=divisor, **at_rest)
     args, kwargs = program.taken.put(nodes, arrays[num_state:])
     try:
         output = request.f(*args, **kwargs)
@@ -214,14 +209,8 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
         raise
     for module, state in zip(modules, states, strict=True):
         module.reshard()
-        set_state(
-            module,
-            unsharded=state.unsharded,
-            window=state.window,
-            inside=state.inside,
-            forwards_left=state.forwards_left,
-            divisor=state.divisor,
-        )
+        before_call = {name: getattr(state, name) for name in at_rest}
+        set_state(module, divisor=state.divisor, **before_call)
     loss = None
     if request.argnums is not None:
         loss, output = _split_loss(request, output)
@@ -229,12 +218,12 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
     out_arrays = [jnp.asarray(x) for x in out_arrays]
     graphdef, state = _functional.split_inner((nodes, out_nodes), tracked=True)
     taken_state, state_arrays = _functional.take_arrays(state)
-    before = {}
+    before: dict[tuple, list[int]] = {}
     for i, slot in enumerate(program.variables):
         before.setdefault((0, *slot.path), []).append(i)
     rest, rules, sources = [], [], []
     for slot, x in zip(slots_of(state, mesh), state_arrays, strict=True):
-        source = before.get(slot.path, [None]).pop(0) if before.get(slot.path) else None
+        source = before[slot.path].pop(0) if before.get(slot.path) else None
         same = source is not None and (
             x is held[source] or issubclass(slot.kind, nnx.RngKey)
         )
@@ -245,9 +234,8 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
     found["value_at"] = len(rest)
     out_rules = output_rules(request, mesh, taken, output, out_arrays)
     if loss is not None:
-        taken, position = _with_value(request, taken)
-        found["value_at"] += position
-        out_rules.insert(position, as_spec(PartitionSpec()))
+        taken = _with_value(request, taken)
+        out_rules.insert(0, as_spec(PartitionSpec()))
     rest += out_arrays
     found["rules"] = rules + out_rules
     found["note"] = {
@@ -316,10 +304,10 @@ def _scalar(request: Request, x: Any, kind: Any = jnp.floating) -> jax.Array:
     )
 
 
-def _with_value(request: Request, taken: _functional.Taken):
+def _with_value(request: Request, taken: _functional.Taken) -> _functional.Taken:
     """Put the value where `nnx.value_and_grad` returns it: before the aux."""
     inner = jax.tree.unflatten(taken.treedef, list(range(len(taken.slots))))
     whole = ("value", inner) if request.has_aux else "value"
     leaves, treedef = jax.tree.flatten(whole)
     slots = tuple("array" if x == "value" else taken.slots[x] for x in leaves)
-    return _functional.Taken(treedef, slots), 0
+    return _functional.Taken(treedef, slots)

@@ -279,7 +279,12 @@ def _differentiated(request, args, nodes, slots, names):
     """Which arrays are differentiated, and how their gradients are laid out."""
     if request.argnums is None:
         return (), None
-    index_of = {id(node): i for i, node in enumerate(nodes)}
+    positions = {slot.path: i for i, slot in reversed(list(enumerate(slots)))}
+    slot_of: dict[int, int] = {}
+    for root, node in enumerate(nodes):
+        for path, variable in _functional.walk(node):
+            if (root, *path) in positions:
+                slot_of.setdefault(id(variable), positions[(root, *path)])
     num_args = len(args)
     all_trees = [_functional.take(a) for a in args]
     offsets = [len(slots)]
@@ -298,19 +303,22 @@ def _differentiated(request, args, nodes, slots, names):
         predicate = nnx.filterlib.to_predicate(wrt)
         node_entries = []
         for node in arg_nodes:
-            root = index_of[id(node)]
             entries = []
-            variables = {p: v for p, v in _functional.walk(node)}
-            for i, slot in enumerate(slots):
-                if slot.path[0] != root:
-                    continue
-                variable = variables.get(slot.path[1:])
+            for path, variable in _functional.walk(node):
                 if not isinstance(variable, nnx.Variable):
                     continue
-                if predicate(slot.path[1:], variable):
-                    _check_float(request, dotted(slot.path[1:]), variable.dtype)
-                    entries.append((slot.path[1:], variable, len(diff)))
-                    diff.append(i)
+                if not predicate(path, variable):
+                    continue
+                _check_float(request, dotted(path), variable.dtype)
+                i = slot_of[id(variable)]
+                if i in diff:
+                    raise ValueError(
+                        f"{request.who}: {dotted(path)!r} of {names[number]} is "
+                        "already differentiated as part of another argument in "
+                        "argnums. Name one of the two."
+                    )
+                entries.append((path, variable, len(diff)))
+                diff.append(i)
             node_entries.append(entries)
         array_entries = []
         for k, x in enumerate(arrays):
