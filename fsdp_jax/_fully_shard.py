@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import jax
@@ -201,14 +202,15 @@ def _ignored_predicate(ignored: Any) -> Callable[[tuple, Any], bool]:
         if not bad:
             ids = {id(v) for v in ignored}
             return lambda path, v: id(v) in ids
-        if isinstance(bad[0], (str, jax.Array, np.ndarray)) or len(bad) < len(ignored):
+        never = (str, jax.Array, np.ndarray, nnx.Module)
+        if isinstance(bad[0], never) or len(bad) < len(ignored):
             raise TypeError(
                 "fully_shard: ignored_params lists a "
                 f"{type(bad[0]).__name__}. List the Variables themselves, such as "
                 "[model.head.kernel], or give an nnx filter, such as "
                 "nnx.PathContains('head')."
             )
-    elif isinstance(ignored, (str, dict, set, frozenset)):
+    elif isinstance(ignored, (str, dict, set, frozenset, nnx.Module)):
         raise TypeError(
             f"fully_shard: ignored_params is a {type(ignored).__name__}. Give a list "
             "of Variables, or an nnx filter such as nnx.LoRAParam or "
@@ -216,7 +218,7 @@ def _ignored_predicate(ignored: Any) -> Callable[[tuple, Any], bool]:
         )
     try:
         return nnx.filterlib.to_predicate(ignored)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
             f"fully_shard: ignored_params={ignored!r} is neither a list of Variables "
             "nor an nnx filter."
@@ -253,12 +255,11 @@ def _plan_one(module, inner, info, ignored, placement_fn, taken) -> _Plan:
 
 def _own(module, inner: set[int]):
     """Variables below a module, less those below sharded modules and those to be."""
-    blocked: list[tuple] = []
-    for path, value in _functional.walk(module, stop=is_sharded):
-        if path and id(value) in inner:
-            blocked.append(path)
-        if any(path[: len(b)] == b for b in blocked):
-            continue
+
+    def stop(node):
+        return is_sharded(node) or id(node) in inner
+
+    for path, value in _functional.walk(module, stop=stop):
         if isinstance(value, nnx.Variable):
             yield path, value
 
@@ -342,21 +343,17 @@ def _spec(name: str, variable: Any, info: MeshInfo, placement_fn) -> ParamSpec:
 
 def _apply(plans: list[_Plan], state: FSDPState) -> None:
     """Carry the plans out; on any failure bring everything back."""
-    undo: list[Callable[[], None]] = []
-    try:
+    with ExitStack() as undo:
         for plan in plans:
             for variable, spec in plan.managed:
-                undo.append(_undo(variable))
+                undo.callback(_undo(variable))
                 manage(variable, spec)
             for variable in plan.replicated:
-                undo.append(_undo(variable))
+                undo.callback(_undo(variable))
                 replicate(variable, state.mesh)
-            undo.append(lambda m=plan.module: revert(m))
+            undo.callback(revert, plan.module)
             convert(plan.module, state)
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        raise
+        undo.pop_all()
 
 
 def _undo(variable: nnx.Variable) -> Callable[[], None]:

@@ -257,7 +257,7 @@ def fsdp_class(original: type) -> type:
         "__qualname__": f"{original.__qualname__}FSDPModule",
         "__doc__": original.__doc__,
     }
-    if hasattr(original, "__call__"):  # noqa: B004 (a class: callable() means its type)
+    if any("__call__" in vars(cls) for cls in original.__mro__):
         namespace["__call__"] = _hooked(original.__call__, None)
     generated = types.new_class(
         name,
@@ -303,6 +303,7 @@ def _rebuild_module(original: type, state: dict[str, Any]) -> Any:
     generated = fsdp_class(original)
     module = object.__new__(generated)
     vars(module).update(state)
+    set_state(module, unsharded=False, forwards_left=0)  # values come back as shards
     place_replicated(module)
     for name in state[STATE].forward_methods:
         _hook_method(generated, name)

@@ -168,7 +168,7 @@ copyreg.pickle(_ManagedMeta, _reduce_class)
 
 def _rebuild_variable(original, value, metadata) -> nnx.Variable:
     variable = managed_class(original).from_metadata(value, metadata)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, jax.ShapeDtypeStruct)):
         install(variable, move(value, metadata[METADATA].sharding(value.ndim)))
     return variable
 
@@ -186,6 +186,8 @@ def to_host(value: Any, what: str) -> Any:
                 "pickle it alone. Use a checkpoint library on model.state_dict()."
             )
         return np.asarray(value)
+    if isinstance(value, jax.ShapeDtypeStruct):  # its sharding holds devices
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
     return value
 
 
@@ -269,7 +271,10 @@ def release(variable: nnx.Variable, value: Any, sharding: Any) -> None:
         object.__setattr__(variable, "__class__", original_class(type(variable)))
         variable._var_metadata.pop(METADATA, None)
     if value is None:
-        value = jax.device_put(variable.get_raw_value(), sharding)
+        value = variable.get_raw_value()
+        if value.sharding == sharding:
+            return
+        value = jax.device_put(value, sharding)
     install(variable, value)
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from tests import helpers
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def linear() -> nnx.Linear:
+def linear() -> Any:
     return nnx.Linear(16, 8, rngs=nnx.Rngs(0))
 
 
@@ -25,7 +26,7 @@ def make_mesh(kind: AxisType, name: str = "data", count: int = 8) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]), (name,), axis_types=(kind,))
 
 
-def mesh_under(module: nnx.Linear) -> Mesh:
+def mesh_under(module: Any) -> Mesh:
     """The mesh that a sharded module's parameters lie on."""
     sharding = module.kernel[...].sharding
     assert isinstance(sharding, NamedSharding)
