@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _functional
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import move
+from fsdp_jax._param import move, spec_of
 from fsdp_jax._state import is_sharded, sharded_modules, state_of
 
 
@@ -92,23 +95,50 @@ def default_spec(path: str, x: Any, mesh: MeshInfo, who: str) -> PartitionSpec:
     return spec
 
 
-def check_divides(
-    path: str, x: Any, spec: PartitionSpec, mesh: MeshInfo, who: str
-) -> None:
-    """Raise unless a spec names data axes only and divides the dims of an array."""
+def axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The mesh axes that each entry of a spec names."""
+    return [
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in spec
+    ]
+
+
+def check_spec(what: str, spec: Any, mesh: MeshInfo, who: str) -> None:
+    """Raise unless `spec` is a spec of data axes, or None.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it names an axis twice, or one that is no data axis.
+    """
+    if not is_spec(spec):
+        raise TypeError(f"{who}: {what} holds {spec!r}, not a PartitionSpec.")
+    named = [] if spec is None else [axis for axes in axes_of(spec) for axis in axes]
+    for axis in named:
+        if named.count(axis) > 1:
+            raise ValueError(f"{who}: the spec {spec} of {what} names {axis!r} twice.")
+        if axis not in mesh.shard_axes:
+            raise ValueError(
+                f"{who}: the spec {spec} of {what} names axis {axis!r}; the data axes "
+                f"of the model's mesh are {mesh.shard_axes}."
+            )
+
+
+def check_rank(path: str, x: Any, spec: PartitionSpec, who: str) -> None:
+    """Raise if a spec has more entries than an array has dims."""
     if len(spec) > x.ndim:
         raise ValueError(
             f"{who}: {path} has shape {tuple(x.shape)}, but its spec {spec} has "
             f"{len(spec)} entries."
         )
-    for dim, entry in enumerate(spec):
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        unknown = [a for a in axes if a not in mesh.shard_axes]
-        if unknown:
-            raise ValueError(
-                f"{who}: the spec {spec} of {path} names axis {unknown[0]!r}; the data "
-                f"axes of the model's mesh are {mesh.shard_axes}."
-            )
+
+
+def check_divides(
+    path: str, x: Any, spec: PartitionSpec, mesh: MeshInfo, who: str
+) -> None:
+    """Raise unless a spec names data axes only and divides the dims of an array."""
+    check_spec(path, spec, mesh, who)
+    check_rank(path, x, spec, who)
+    for dim, axes in enumerate(axes_of(spec)):
         count = int(np.prod([mesh.mesh.shape[a] for a in axes])) if axes else 1
         if x.shape[dim] % count:
             raise ValueError(
@@ -215,7 +245,9 @@ def _given_specs(args: Sequence[Any], in_specs: Any, who: str) -> list[Any]:
     return given
 
 
-def broadcast_specs(asked: Any, arg: Any, name: str, who: str) -> list[Any]:
+def broadcast_specs(
+    asked: Any, arg: Any, name: str, who: str, field: str = "in_specs"
+) -> list[Any]:
     """Spread a prefix of specs over the leaves of an argument."""
     count = len(jax.tree.leaves(arg, is_leaf=_functional.is_node))
     if is_spec(asked):
@@ -231,12 +263,12 @@ def broadcast_specs(asked: Any, arg: Any, name: str, who: str) -> list[Any]:
         )
     except ValueError as error:
         raise ValueError(
-            f"{who}: the in_specs entry {asked!r} does not fit {name}: {error}"
+            f"{who}: {field} {asked!r} does not fit {name}: {error}"
         ) from None
     flat = jax.tree.leaves(spread, is_leaf=is_spec)
     bad = [s for s in flat if not is_spec(s)]
     if bad:
-        raise TypeError(f"{who}: in_specs holds {bad[0]!r}, not a PartitionSpec.")
+        raise TypeError(f"{who}: {field} holds {bad[0]!r}, not a PartitionSpec.")
     return flat
 
 
@@ -244,7 +276,9 @@ def shard_batch(batch: Any, model: Any) -> Any:
     """Place host arrays on the model's mesh, cut on dim 0 over the data devices.
 
     In a program of several processes each passes its own part of the global batch, the
-    same number of rows everywhere, in the order of the process index.
+    same number of rows everywhere, in the order of the process index. They compare
+    their numbers of rows first, which waits for work that the devices have yet to do;
+    where that matters use `jax.make_array_from_process_local_data`.
 
     Args:
         batch: tree of arrays, `(rows, ...)` of this process; scalars are replicated.
@@ -254,8 +288,8 @@ def shard_batch(batch: Any, model: Any) -> Any:
         The tree with global `jax.Array`s, `(rows of all processes, ...)`.
 
     Raises:
-        ValueError: no sharded module in `model`, or the rows of this process do not
-            divide over its devices.
+        ValueError: no sharded module in `model`, the rows of this process do not divide
+            over its devices, or another process has another number of rows.
         TypeError: a leaf that is neither an array nor a number.
 
     Source: README, "The loop".
@@ -268,9 +302,16 @@ def shard_batch(batch: Any, model: Any) -> Any:
         path = "batch" + jax.tree_util.keystr(keys)
         if not _functional.is_array(x) and not isinstance(x, (bool, int, float)):
             raise TypeError(f"{who}: {path} is a {type(x).__name__}, not an array.")
+        if isinstance(x, Tracer):
+            raise TypeError(
+                f"{who}: {path} is being traced. Call shard_batch outside of jit; "
+                "value_and_grad cuts traced arrays itself."
+            )
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return move(x, NamedSharding(mesh.mesh, default_spec(path, x, mesh, who)))
         host = x if isinstance(x, jax.Array) else np.asarray(x)
+        if isinstance(host.dtype, np.dtype) and host.dtype.kind in "OSU":
+            raise TypeError(f"{who}: {path} has dtype {host.dtype}, not numbers.")
         if host.ndim == 0:
             return move(host, mesh.sharding(0, None))
         if host.shape[0] % len(here):
@@ -281,9 +322,47 @@ def shard_batch(batch: Any, model: Any) -> Any:
         target = NamedSharding(mesh.mesh, data_spec(mesh))
         if target.is_fully_addressable:
             return jax.device_put(host, target)
+        if jnp.issubdtype(host.dtype, jax.dtypes.prng_key):
+            data = np.asarray(jax.random.key_data(host))
+            data = jax.make_array_from_process_local_data(target, data)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(host))
         return jax.make_array_from_process_local_data(target, np.asarray(host))
 
+    _agree_on_rows(batch, mesh)
     return jax.tree_util.tree_map_with_path(place, batch)
+
+
+_NUM_COMPARED = 64
+
+
+def _agree_on_rows(batch: Any, mesh: MeshInfo) -> None:
+    """Raise in every process if processes bring different numbers of rows.
+
+    With different sizes they would compile different programs, whose collectives then
+    wait for each other or mix up their data. Each call compares a vector of fixed
+    length, so that this very comparison cannot go wrong in that way.
+    """
+    if jax.process_count() == 1 or mesh.mesh.devices.size != jax.device_count():
+        return
+    leaves = [
+        (jax.tree_util.keystr(keys), np.shape(x)[0])
+        for keys, x in jax.tree_util.tree_leaves_with_path(batch)
+        if np.ndim(x) and getattr(x, "is_fully_addressable", True)
+    ]
+    mine = np.full(_NUM_COMPARED + 1, -1, np.int32)
+    rows = [size for _, size in leaves[:_NUM_COMPARED]]
+    mine[: len(rows)] = rows
+    mine[-1] = zlib.crc32(repr(leaves).encode()) & 0x7FFFFFFF
+    everyone = np.asarray(multihost_utils.process_allgather(mine))
+    if (everyone == mine).all():
+        return
+    differ = int(np.argmax((everyone != everyone[0]).any(axis=0)))
+    key = leaves[differ][0] if differ < len(rows) else ""
+    raise ValueError(
+        f"shard_batch: batch{key} has {everyone[:, differ].tolist()} rows in the "
+        "processes 0, 1, ... (-1: no such array). Every process must bring the same "
+        "arrays with the same number of rows. Pad or trim them."
+    )
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
@@ -304,10 +383,8 @@ def local_shape(param: Any) -> tuple[int, ...]:
         raise TypeError(
             f"local_shape: expected a Variable or an array, got {type(param).__name__}."
         )
-    sharding = None if isinstance(value, Tracer) else value_sharding(value)
+    spec = spec_of(param)
+    if spec is not None and not spec.is_shard(value):
+        return tuple(spec.present(value.ndim).shard_shape(value.shape))
+    sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)
     return tuple(sharding.shard_shape(value.shape) if sharding else value.shape)
-
-
-def value_sharding(value: Any) -> Any:
-    """The sharding of a concrete or abstract array, None if it has none."""
-    return getattr(value, "sharding", None)

@@ -18,7 +18,14 @@ from flax import nnx
 from fsdp_jax import _collectives, _functional, _schedule
 from fsdp_jax._param import ShardReadError
 from fsdp_jax._param_group import ParamGroup
-from fsdp_jax._state import comm_of, group_of, set_state, sharded_modules, state_of
+from fsdp_jax._state import (
+    check_concrete,
+    comm_of,
+    group_of,
+    set_state,
+    sharded_modules,
+    state_of,
+)
 from fsdp_jax._unshard import reshard_now, take_started
 
 
@@ -43,7 +50,7 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
         output = function(module, *args, **kwargs)
     else:
         group = group_of(module)
-        group.check_concrete(f"{type(module).__bases__[1].__name__} was called")
+        check_concrete(module, f"{type(module).__bases__[1].__name__} was called")
         if state.mesh.per_device():
             run = _call_per_device
         elif group.is_traced():
@@ -79,11 +86,15 @@ def _cast_values(group: ParamGroup, dtype: Any) -> list[Any]:
 
 def _call_traced(module, group, function, args, kwargs) -> Any:
     """Global arrays under a trace: the module leaves as it came in."""
-    state = state_of(module)
-    dtype = state.mp_policy.param_dtype
-    full = _cast_values(group, dtype) if state.unsharded else group.gather_global(dtype)
+    dtype = state_of(module).mp_policy.param_dtype
+    full = _cast_values(group, dtype) if group.full else group.gather_global(dtype)
     with _window(module, group, full):
         return function(module, *args, **kwargs)
+
+
+def _reshard_all(module: Any) -> None:
+    for m in sharded_modules(module):
+        reshard_now(m)
 
 
 def _call_eager(module, group, function, args, kwargs) -> Any:
@@ -93,13 +104,15 @@ def _call_eager(module, group, function, args, kwargs) -> Any:
     state = state_of(module)
     dtype, keep_for = state.mp_policy.param_dtype, state.num_forwards
     with ExitStack() as on_error:
-        on_error.callback(lambda: state_of(module).unsharded and reshard_now(module))
-        if not state.unsharded and keep_for == 1:
+        on_error.callback(_reshard_all, module)
+        if not group.full and keep_for == 1:
             with _window(module, group, group.gather_global(dtype)):
-                return function(module, *args, **kwargs)
-        if not state.unsharded:
-            group.set_values(group.gather_global())
-            set_state(module, unsharded=True, forwards_left=keep_for)
+                output = function(module, *args, **kwargs)
+            on_error.pop_all()
+            return output
+        if not group.full:
+            group.set_values(group.gather_global(), full=True)
+            set_state(module, forwards_left=keep_for)
         with _window(module, group, _cast_values(group, dtype)):
             output = function(module, *args, **kwargs)
         on_error.pop_all()
@@ -114,7 +127,7 @@ def _call_eager(module, group, function, args, kwargs) -> Any:
 def _call_per_device(module, group, function, args, kwargs) -> Any:
     """The program of one device: gather, run, and reduce-scatter in backward."""
     state = state_of(module)
-    if state.unsharded:
+    if group.full:
         full = _cast_values(group, state.mp_policy.param_dtype)
         with _window(module, group, full):
             return function(module, *args, **kwargs)
@@ -139,21 +152,20 @@ def _call_regathered(module, group, comm, function, args, kwargs) -> Any:
     notes: dict[str, Any] = {}
     with nnx.update_context(_functional.TAG):
         graphdef, params, rest = _functional.split_outer(
-            (group.variables, module, nodes), own, ...
+            (group.variables, module, nodes, []), own, ...
         )
         taken_rest, rest_arrays = _functional.take_arrays(rest)
-        params_tree = jax.tree.structure(params)
+        num_rest, params_tree = len(rest_arrays), jax.tree.structure(params)
 
         def body(full, others):
             tracked = not notes
-            states = (
+            variables, copy, copies, _ = _functional.merge_inner(
+                graphdef,
                 jax.tree.unflatten(params_tree, full),
-                taken_rest.put((), others[: len(rest_arrays)]),
+                taken_rest.put((), others[:num_rest]),
+                tracked=tracked,
             )
-            variables, copy, copies = _functional.merge_inner(
-                graphdef, *states, tracked=tracked
-            )
-            in_args, in_kwargs = taken.put(copies, others[len(rest_arrays) :])
+            in_args, in_kwargs = taken.put(copies, others[num_rest:])
             try:
                 with _window(copy, ParamGroup(variables, group.mesh), full):
                     output = function(copy, *in_args, **in_kwargs)
@@ -167,22 +179,46 @@ def _call_regathered(module, group, comm, function, args, kwargs) -> Any:
             )
             taken_state, state_arrays = _functional.take_arrays(rest_out)
             if tracked:
+                inputs = {id(x): i for i, x in enumerate(others[:num_rest])}
                 notes.update(
                     graphdef=graphdef_out,
                     params=jax.tree.structure(params_out),
                     state=taken_state,
-                    num_state=len(state_arrays),
+                    sources=[inputs.get(id(x)) for x in state_arrays],
                     output=taken_out,
+                    returns_nodes=bool(out_nodes),
                 )
-            return [jnp.asarray(a) for a in (*state_arrays, *out_arrays)]
+            changed = [x for x, s in zip(state_arrays, notes["sources"]) if s is None]
+            return [jnp.asarray(x) for x in (*changed, *out_arrays)]
 
         shards = group.values()
-        others = [jnp.asarray(a) for a in (*rest_arrays, *arrays)]
-        results = _schedule.run_regathered(body, shards, others, comm)
-        num_state = notes["num_state"]
-        *_, out_nodes = _functional.merge_outer(
-            notes["graphdef"],
-            jax.tree.unflatten(notes["params"], shards),
-            notes["state"].put((), results[:num_state]),
-        )
-        return notes["output"].put(out_nodes, results[num_state:])
+        others = [jnp.asarray(x) for x in (*rest_arrays, *arrays)]
+        try:
+            results = iter(_schedule.run_regathered(body, shards, others, comm))
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(_HIDDEN_TRACER)
+            raise
+        sources, graphdef_out = notes["sources"], notes["graphdef"]
+        state = [next(results) if s is None else rest_arrays[s] for s in sources]
+        out_nodes: list[Any] = []
+        if (
+            None in sources
+            or notes["returns_nodes"]
+            or graphdef_out.with_no_outer_index() != graphdef.with_no_outer_index()
+        ):
+            # Only then: inside a loop over a module from outside of it, NNX refuses any
+            # write, and rightly so if there is something to carry out.
+            *_, out_nodes = _functional.merge_outer(
+                graphdef_out,
+                jax.tree.unflatten(notes["params"], shards),
+                notes["state"].put((), state),
+            )
+        return notes["output"].put(out_nodes, results)
+
+
+_HIDDEN_TRACER = (
+    "fsdp_jax: the module may have read a traced array that did not reach it as an "
+    "argument: through a closure, or inside an object that is no pytree. Pass it as an "
+    "argument, or register the object with jax.tree_util, or set "
+    "reshard_after_forward=False for this module."
+)

@@ -14,12 +14,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
 # mixes parameters and activations behind one equation.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
 
 
 def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
     key = _CALLS.get(eqn.primitive.name)
-    return None if key is None else eqn.params[key]
+    if key is None:
+        return None
+    callee = eqn.params[key]
+    return ClosedJaxpr(callee, ()) if isinstance(callee, Jaxpr) else callee
 
 
 def depends_on(

@@ -10,9 +10,9 @@ import dataclasses
 from typing import Any
 
 from flax import nnx
-from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fsdp_jax import _functional, _layout
 from fsdp_jax._batch import mesh_of
@@ -67,14 +67,22 @@ class Description:
     def table(self) -> Table:
         """The report as a `rich.table.Table`, totals last."""
         table = Table(title=f"parameters over {self.num_shards} devices")
-        columns = ("path", "shape", "shard", "dim", "dtype", "group", "bytes/device")
+        columns = ["path", "shape", "shard", "dim", "dtype", "group", "bytes/device"]
+        if any(row.reason for row in self.rows):
+            columns.append("why whole")
         for name in columns:
             side = "right" if name == "bytes/device" else "left"
-            table.add_column(name, justify=side, overflow="fold")
-        table.add_column("why whole", overflow="fold")
+            table.add_column(
+                name, justify=side, overflow="fold", no_wrap=name == "path"
+            )
+
+        def add(*cells: str) -> None:
+            # As Text: a path may hold what rich would read as markup.
+            table.add_row(*(Text(cell) for cell in cells[: len(columns)]))
+
         for row in self.rows:
             dim = "whole" if row.dim is None else str(row.dim)
-            table.add_row(
+            add(
                 row.path,
                 str(row.shape),
                 str(row.local_shape),
@@ -85,7 +93,7 @@ class Description:
                 row.reason,
             )
         table.add_section()
-        table.add_row(
+        add(
             f"total ({len(self.rows)})",
             f"{self.total_bytes:,} bytes",
             "",
@@ -101,7 +109,9 @@ class Description:
         return self.table()
 
     def __str__(self) -> str:
-        console = Console(width=160, no_color=True, highlight=False)
+        console = Console(
+            width=160, color_system=None, force_terminal=False, highlight=False
+        )
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
@@ -177,9 +187,6 @@ def _shapes(value: Any, spec: Any, num_shards: int):
         full = list(shape)
         full[spec.dim] = spec.size
         return tuple(full), shape, ""
-    local = _layout.shard_shape(shape, spec.dim, num_shards)
-    sharding = getattr(value, "sharding", None)
-    if not isinstance(value, Tracer) and sharding is not None:
-        if sharding.is_fully_replicated and num_shards > 1:
-            return shape, shape, "unsharded at present"
-    return shape, local, ""
+    if spec.full and num_shards > 1:
+        return shape, shape, "unsharded at present"
+    return shape, _layout.shard_shape(shape, spec.dim, num_shards), ""

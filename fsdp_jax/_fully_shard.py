@@ -357,9 +357,13 @@ def _apply(plans: list[_Plan], state: FSDPState) -> None:
 
 
 def _undo(variable: nnx.Variable) -> Callable[[], None]:
-    """How to give a Variable back what it has now, without keeping it alive."""
+    """How to give a Variable back what it has now, without keeping it alive.
+
+    In several processes it is kept: shards cannot be put on one device again there.
+    """
     value = variable.get_raw_value()
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+    concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    if concrete and jax.process_count() == 1:
         sharding = value.sharding
         return lambda: release(variable, None, sharding)
     return lambda: release(variable, value, None)

@@ -8,7 +8,7 @@ caller's own objects. What must not: anything that knows of shards or meshes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ class Taken:
     treedef: Any
     slots: tuple[Any, ...]
 
-    def put(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    def put(self, nodes: Iterable[Any], arrays: Iterable[Any]) -> Any:
         """Build the tree again with these nodes and arrays."""
         sources = {"node": iter(nodes), "array": iter(arrays)}
         leaves = [

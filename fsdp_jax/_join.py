@@ -125,11 +125,20 @@ def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
     specs: list[Any] = [None] * len(taken.slots)
     out_specs = request.out_specs.tree()
     if out_specs is not None:
-        specs = _batch.broadcast_specs(out_specs, output, "the output", request.who)
-    asked = [s for s, slot in zip(specs, taken.slots) if slot == "array"]
+        specs = _batch.broadcast_specs(
+            out_specs, output, "the output", request.who, "out_specs"
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(output, is_leaf=_functional.is_node)
+    asked = [
+        (spec, jax.tree_util.keystr(keys))
+        for spec, slot, (keys, _) in zip(specs, taken.slots, leaves, strict=True)
+        if slot == "array"
+    ]
 
-    def make(spec: PartitionSpec | None, x: Any) -> Callable:
+    def make(spec: PartitionSpec | None, path: str, x: Any) -> Callable:
         if spec is not None:
+            name = f"the output{path} (see out_specs)"
+            _batch.check_rank(name, x, spec, request.who)
             return as_spec(spec)
 
         def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
@@ -141,11 +150,12 @@ def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
                 return _collectives.mean_over_devices(value, mesh), PartitionSpec()
             raise TypeError(
                 f"{request.who}: f returned a {value.dtype} scalar that differs "
-                "between devices. Return it as a float to have it averaged, or with "
-                "shape (1,) to have one entry per device, or sum it (jax.lax.psum "
-                f"over {mesh.shard_axes})."
+                f"between devices (output{path}). Return it as a float to have it "
+                "averaged, or with shape (1,) to have one entry per device, or sum it "
+                f"(jax.lax.psum over {mesh.shard_axes}). If it came out of a loop and "
+                "is the same everywhere, shard_map's out_specs=PartitionSpec() says so."
             )
 
         return rule
 
-    return [make(spec, x) for spec, x in zip(asked, arrays, strict=True)]
+    return [make(*pair, x) for pair, x in zip(asked, arrays, strict=True)]

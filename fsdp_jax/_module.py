@@ -20,6 +20,7 @@ from fsdp_jax._call import call
 from fsdp_jax._state import (
     STATE,
     FSDPState,
+    check_concrete,
     group_of,
     place_replicated,
     set_state,
@@ -60,7 +61,8 @@ class FSDPModule(nnx.Module):
 
         The full arrays have the parameters' own dtype, replicated on every device
         of the mesh; a second call does nothing. They stay until `reshard()` or the end
-        of the next forward that frees them. What is written into them is kept.
+        of the next forward that frees them, inside a jitted function until it returns.
+        What is written into them is kept.
 
         Args:
             async_op: start the gather and return a handle; the parameters become the
@@ -75,9 +77,9 @@ class FSDPModule(nnx.Module):
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.unshard`.
         """
         state, group = state_of(self), group_of(self)
-        group.check_concrete("unshard")
+        check_concrete(self, "unshard")
         handle = STARTED.get(self)
-        if state.unsharded or state.window:
+        if group.full or state.window:
             handle = UnshardHandle(self, [], [])
             handle.cancel()
         elif handle is None:
@@ -107,8 +109,7 @@ class FSDPModule(nnx.Module):
             )
         if handle := take_started(self):
             handle.cancel()
-        if state_of(self).unsharded:
-            reshard_now(self)
+        reshard_now(self)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
@@ -176,9 +177,7 @@ class FSDPModule(nnx.Module):
         for module in sharded_modules(self):
             if handle := take_started(module):
                 handle.cancel()
-            if state_of(module).unsharded:
-                reshard_now(module)
-            set_state(module, forwards_left=0)
+            reshard_now(module)
 
     def state_dict(self) -> dict[str, Any]:
         """Dotted names to arrays, for everything that `nnx.state` reports.
@@ -303,7 +302,7 @@ def _rebuild_module(original: type, state: dict[str, Any]) -> Any:
     generated = fsdp_class(original)
     module = object.__new__(generated)
     vars(module).update(state)
-    set_state(module, unsharded=False, forwards_left=0)  # values come back as shards
+    set_state(module, forwards_left=0)  # values come back as shards
     place_replicated(module)
     for name in state[STATE].forward_methods:
         _hook_method(generated, name)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
@@ -21,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from fsdp_jax._mesh import MeshInfo
 
 METADATA = "fsdp"
+_SAME_FOR_A_SHARD = frozenset({"dtype", "ndim", "weak_type", "sharding"})
 Path = tuple[Any, ...]
 
 
@@ -34,6 +36,7 @@ class ParamSpec:
         size: full size of that dim; 0 for whole.
         mesh: mesh and sharding axes.
         reason: why it stays whole; empty if it is cut.
+        full: whether the Variable holds the full array at present.
     """
 
     path: str
@@ -41,6 +44,7 @@ class ParamSpec:
     size: int
     mesh: MeshInfo
     reason: str = ""
+    full: bool = False
 
     def __repr__(self) -> str:
         place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
@@ -48,14 +52,28 @@ class ParamSpec:
 
     def is_shard(self, value: Any) -> bool:
         """Whether `value` is one device's piece, as a per-device program sees it."""
-        shape = getattr(value, "shape", ())
-        if self.dim is None or len(shape) < -self.dim:
+        shape, n = getattr(value, "shape", ()), self.mesh.num_shards
+        if self.dim is None or n == 1 or len(shape) < -self.dim:
             return False
-        return shape[self.dim] != self.size
+        return shape[self.dim] * n == self.size
+
+    def fits(self, value: Any) -> bool:
+        """Whether `value` has the full size on the dim that is cut."""
+        if self.dim is None:
+            return True
+        return value.ndim >= -self.dim and value.shape[self.dim] == self.size
+
+    def marked(self, full: bool) -> ParamSpec:
+        """This spec, for a Variable that holds the full array or not."""
+        return self if self.full == full else dataclasses.replace(self, full=full)
 
     def sharding(self, ndim: int) -> NamedSharding:
         """The sharding at rest of a value with `ndim` dims."""
         return self.mesh.sharding(ndim, self.dim)
+
+    def present(self, ndim: int) -> NamedSharding:
+        """The sharding that the Variable's value has now: whole while it is full."""
+        return self.mesh.sharding(ndim, None if self.full else self.dim)
 
 
 class ShardReadError(RuntimeError):
@@ -91,14 +109,29 @@ class ManagedVariable(nnx.Variable):
     """
 
     def get_value(self, **kwargs: Any) -> Any:
-        value = self.get_raw_value()
-        spec = self.get_metadata(METADATA, None)
-        if spec is not None and isinstance(value, jax.Array) and spec.is_shard(value):
-            raise ShardReadError(self, spec, tuple(value.shape))
+        self._refuse_shard()
         return super().get_value(**kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        metadata = object.__getattribute__(self, "_var_metadata")
+        if name not in metadata and name not in _SAME_FOR_A_SHARD:
+            if hasattr(self.get_raw_value(), name):
+                self._refuse_shard()
+        return super().__getattr__(name)
+
+    def __nnx_repr__(self) -> Any:
+        yield from self._plain().__nnx_repr__()
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        return self._plain().__treescope_repr__(path, subtree_renderer)
+
+    def _plain(self) -> nnx.Variable:
+        """The same value in the original class, which shows shards too."""
+        original = original_class(type(self))
+        return original.from_metadata(self.get_raw_value(), dict(self.get_metadata()))
+
     def set_value(self, value: Any, **kwargs: Any) -> None:
-        before, spec = self.get_raw_value(), self.get_metadata(METADATA, None)
+        spec = self.get_metadata(METADATA, None)
         if spec is not None and spec.dim is not None and spec.mesh.per_device():
             raise RuntimeError(
                 f"parameter {spec.path!r} is written inside a per-device program, "
@@ -106,38 +139,42 @@ class ManagedVariable(nnx.Variable):
                 "to it outside of value_and_grad and shard_map."
             )
         super().set_value(value, **kwargs)
-        self._settle(before)
+        self._settle()
 
     def set_raw_value(self, value: Any, **kwargs: Any) -> None:
-        before = self.get_raw_value()
         super().set_raw_value(value, **kwargs)
-        self._settle(before)
+        self._settle()
 
     def update_from_state(self, variable_state: nnx.Variable) -> None:
-        before, spec = self.get_raw_value(), self.get_metadata(METADATA, None)
+        own = self.get_metadata(METADATA, None)
         super().update_from_state(variable_state)
-        if spec is not None and self.get_metadata(METADATA, None) is None:
-            self.set_metadata(**{METADATA: spec})
-        self._settle(before)
+        if own is not None:
+            given = self.get_metadata(METADATA, None)
+            if not isinstance(given, ParamSpec) or given.marked(own.full) != own:
+                self._var_metadata[METADATA] = own  # another model's, or none
+        self._settle()
 
-    def _settle(self, before: Any) -> None:
-        """Put a concrete value where the one before it was, or where it rests."""
+    def _refuse_shard(self) -> None:
+        value, spec = self.get_raw_value(), self.get_metadata(METADATA, None)
+        if spec is None or not isinstance(value, jax.Array):
+            return
+        if spec.is_shard(value) and spec.mesh.per_device():
+            raise ShardReadError(self, spec, tuple(value.shape))
+
+    def _settle(self) -> None:
+        """Put a concrete value where the parameter rests, or whole while it is full."""
         spec, value = self.get_metadata(METADATA, None), self.get_raw_value()
-        if spec is None or isinstance(value, Tracer):
+        if not isinstance(value, (jax.Array, np.ndarray)) or isinstance(value, Tracer):
             return
-        if not isinstance(value, (jax.Array, np.ndarray)):
+        if spec is None or not spec.fits(value):
             return
-        if isinstance(before, Tracer) or spec.is_shard(value):
-            return
-        target = getattr(before, "sharding", None)
-        if not isinstance(target, NamedSharding) or target.mesh != spec.mesh.mesh:
-            target = spec.sharding(value.ndim)
+        target = spec.present(value.ndim)
         if getattr(value, "sharding", None) != target:
             install(self, move(value, target))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         metadata = dict(self.get_metadata())
-        spec = metadata[METADATA]
+        spec = metadata[METADATA] = metadata[METADATA].marked(False)  # loaded as shards
         value = to_host(self.get_raw_value(), f"parameter {spec.path!r}")
         return _rebuild_variable, (type(self).__bases__[1], value, metadata)
 
@@ -213,6 +250,9 @@ def move(value: Any, target: NamedSharding) -> Any:
         return mover((target,))(value)[0]
     if target.is_fully_addressable:
         return jax.device_put(value, target)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = move(jax.random.key_data(value), target)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
@@ -256,13 +296,24 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
     NNX copies a parameter's metadata to its moments, the spec among it.
     """
     spec, value = variable.get_metadata(METADATA, None), variable.get_raw_value()
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+    if not isinstance(value, jax.Array) or mesh.per_device():
         return
-    if isinstance(spec, ParamSpec) and spec.dim is not None:
-        if value.ndim >= -spec.dim and value.shape[spec.dim] == spec.size:
-            install(variable, move(value, spec.sharding(value.ndim)))
-            return
-    replicate(variable, mesh)
+    cut = isinstance(spec, ParamSpec) and spec.dim is not None and spec.fits(value)
+    dim = spec.dim if cut else None
+    install(variable, move(value, mesh.sharding(value.ndim, dim)))
+
+
+def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
+    """A Variable like this one that holds another value, at rest."""
+    metadata = dict(variable.get_metadata())
+    if isinstance(metadata.get(METADATA), ParamSpec):
+        metadata[METADATA] = metadata[METADATA].marked(False)
+    return type(variable).from_metadata(value, metadata)
+
+
+def mark(variable: nnx.Variable, full: bool) -> None:
+    """Note whether a managed Variable holds the full array."""
+    variable._var_metadata[METADATA] = variable._var_metadata[METADATA].marked(full)
 
 
 def release(variable: nnx.Variable, value: Any, sharding: Any) -> None:

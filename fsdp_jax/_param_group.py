@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from fsdp_jax import _collectives
 from fsdp_jax._mesh import MeshInfo
@@ -25,7 +24,7 @@ from fsdp_jax._param import (
     ParamSpec,
     constrain,
     install,
-    is_abstract,
+    mark,
     move,
     mover,
 )
@@ -48,6 +47,16 @@ class ParamGroup:
         """One spec per parameter."""
         return [v.get_metadata(METADATA) for v in self.variables]
 
+    @property
+    def full(self) -> bool:
+        """Whether the Variables hold full arrays."""
+        return any(spec.full for spec in self.specs)
+
+    def mark(self, full: bool) -> None:
+        """Note whether the Variables hold full arrays."""
+        for variable in self.variables:
+            mark(variable, full)
+
     def values(self) -> list[Any]:
         """The raw values: shards, or full arrays while unsharded."""
         return [v.get_raw_value() for v in self.variables]
@@ -60,15 +69,6 @@ class ParamGroup:
                 program that differentiates needs it.
         """
         return [self._rest(v, divisor) for v in self.variables]
-
-    def check_concrete(self, asked: str) -> None:
-        """Raise if a parameter has no value yet."""
-        names = [s.path for v, s in zip(self.variables, self.specs) if is_abstract(v)]
-        if names:
-            raise RuntimeError(
-                f"{asked}: parameters {names} are abstract (ShapeDtypeStruct). Give "
-                "them values first, with nnx.update(model, state) or load_state_dict."
-            )
 
     def check_shards(self) -> None:
         """Raise unless every value is this device's piece, in a per-device program."""
@@ -107,10 +107,11 @@ class ParamGroup:
         values = [*self.values(), jnp.zeros(())]
         return any(isinstance(v, Tracer) for v in values)
 
-    def set_values(self, values: Sequence[Any]) -> None:
-        """Hold `values` from now on, as they are."""
+    def set_values(self, values: Sequence[Any], *, full: bool) -> None:
+        """Hold `values` from now on: full arrays, or the shards."""
         for variable, value in zip(self.variables, values, strict=True):
             install(variable, value)
+            mark(variable, full)
 
     @contextmanager
     def holding(self, full: Sequence[Any]) -> Iterator[None]:
@@ -120,8 +121,8 @@ class ParamGroup:
         brought to the layout and dtype in which it rests. In a per-device program
         nothing can be written (see `ManagedVariable.set_value`).
         """
-        before = self.values()
-        self.set_values(full)
+        before, was_full = self.values(), self.full
+        self.set_values(full, full=True)
         try:
             yield
         finally:
@@ -130,12 +131,10 @@ class ParamGroup:
                 if new is held or self.mesh.per_device():
                     new = old
                 elif isinstance(new, (jax.Array, np.ndarray)):
-                    spec = variable.get_metadata(METADATA)
-                    target = getattr(old, "sharding", None)
-                    if not isinstance(target, NamedSharding):
-                        target = spec.sharding(new.ndim)
-                    new = move(jnp.asarray(new, old.dtype), target)
+                    spec = variable.get_metadata(METADATA).marked(was_full)
+                    new = move(jnp.asarray(new, old.dtype), spec.present(new.ndim))
                 install(variable, new)
+            self.mark(was_full)
 
     def _rest(self, variable: nnx.Variable, divisor: float) -> Any:
         spec, value = variable.get_metadata(METADATA), variable.get_raw_value()

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
@@ -33,7 +34,7 @@ from fsdp_jax._join import (
 )
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._param import ShardReadError, dotted
-from fsdp_jax._state import set_state, sharded_modules, state_of
+from fsdp_jax._state import group_of, set_state, sharded_modules, state_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,13 +177,25 @@ def _local_program(program: Program, found: dict, inputs: list[jax.Array]) -> li
 def _reduced_loss(request: Request, mesh: MeshInfo, loss: Any) -> tuple[Any, Any]:
     """The global value, and the cotangent of this device's loss."""
     if request.reduction == "weighted":
-        total, weight = _collectives.sum_over_devices(loss, mesh)
-        value = total / weight
-        return value, ((1 / weight).astype(total.dtype), (-value / weight))
-    value = _collectives.sum_over_devices(loss, mesh)
+        loss, weight = loss
+        wide = (_widened(loss), _widened(weight))
+        total, weight_sum = _collectives.sum_over_devices(wide, mesh)
+        value, one = total / weight_sum, 1 / weight_sum.astype(total.dtype)
+        if jnp.issubdtype(weight.dtype, jnp.inexact):
+            weight_cotangent = (-value * one).astype(weight.dtype)
+        else:
+            weight_cotangent = np.zeros((), jax.dtypes.float0)
+        return value.astype(loss.dtype), (one.astype(loss.dtype), weight_cotangent)
+    value = _collectives.sum_over_devices(_widened(loss), mesh)
     if request.reduction == "mean" and mesh.num_shards > 1:
         value = value / mesh.num_shards
-    return value, jnp.ones_like(loss)
+    return value.astype(loss.dtype), jnp.ones_like(loss)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """At least 32 bits, so that a sum of losses or of token counts keeps its digits."""
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+    return x.astype(jnp.promote_types(x.dtype, wide))
 
 
 def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, list]:
@@ -195,9 +208,12 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
     )
     modules = [m for node in nodes for m in sharded_modules(node)]
     states = [state_of(m) for m in modules]
-    at_rest = dict(unsharded=False, window=False, inside=False, forwards_left=0)
+    at_rest = dict(window=False, inside=False, forwards_left=0)
     divisor = None if request.reduction == "mean" else 1.0
-    for module in modules:
+    groups = [group_of(m) for m in modules]
+    full = [group.full for group in groups]
+    for module, group in zip(modules, groups):
+        group.mark(False)
         set_state(module, divisor=divisor, **at_rest)
     args, kwargs = program.taken.put(nodes, arrays[num_state:])
     try:
@@ -207,8 +223,9 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
             if (path := _functional.find(node, error.variable)) is not None:
                 error.path = dotted(path)
         raise
-    for module, state in zip(modules, states, strict=True):
+    for module, state, group, was_full in zip(modules, states, groups, full):
         module.reshard()
+        group.mark(was_full)
         before_call = {name: getattr(state, name) for name in at_rest}
         set_state(module, divisor=state.divisor, **before_call)
     loss = None
@@ -284,10 +301,7 @@ def _split_loss(request: Request, output: Any) -> tuple[Any, Any]:
     loss = _scalar(request, parts[0])
     if not weighted:
         return loss, aux
-    weight = parts[1]
-    if not isinstance(weight, (bool, int, float)):
-        weight = _scalar(request, weight, jnp.number)
-    return (loss, jnp.asarray(weight, loss.dtype)), aux
+    return (loss, _scalar(request, parts[1], jnp.number)), aux
 
 
 def _scalar(request: Request, x: Any, kind: Any = jnp.floating) -> jax.Array:

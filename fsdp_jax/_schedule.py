@@ -93,7 +93,8 @@ def run_regathered(
 
     Everything that differentiating `body` would save is traced; saved values that
     depend on the parameters alone (the gathered arrays, and casts or transposes of
-    them) are dropped, and computed again in backward from a second gather.
+    them) are dropped, and computed again in backward from a second gather. Both gathers
+    have the gradient of `gather_kept`, so that gradients of gradients are right too.
 
     Args:
         body: function of the full arrays and of `others`, returning arrays.
@@ -107,10 +108,10 @@ def run_regathered(
     dtypes = [s.dtype for s in shards]
 
     def plain(shards, others):
-        return body(gather_group(shards, comm), others)
+        return body(gather_kept(shards, comm), others)
 
     def forward(shards, others):
-        full = gather_group([s.value for s in shards], comm)
+        full = gather_kept([s.value for s in shards], comm)
         values = [o.value for o in others]
         diff_members = [i for i, s in enumerate(shards) if s.perturbed]
         diff_others = [i for i, o in enumerate(others) if o.perturbed]
@@ -129,7 +130,7 @@ def run_regathered(
         if not real:
             return grads, other_grads
         shards, real = _after(shards, real)
-        full = gather_group(shards, comm)
+        full = gather_kept(shards, comm)
         vjp = _rebuild_vjp(saved, full, arrays, len(others))
         arrived = iter(real)
         cotangents = [

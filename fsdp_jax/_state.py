@@ -13,7 +13,13 @@ from flax import nnx
 
 from fsdp_jax import _collectives, _functional
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ManagedVariable, replicate, spec_of
+from fsdp_jax._param import (
+    ManagedVariable,
+    dotted,
+    is_abstract,
+    replicate,
+    spec_of,
+)
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -31,7 +37,6 @@ class FSDPState:
         offload_policy: where shards rest.
         threshold_bytes: full parameters under this size share a buffer.
         forward_methods: names registered with `register_fsdp_forward_method`.
-        unsharded: whether the Variables hold full arrays.
         forwards_left: forwards until an integer `reshard_after_forward` frees.
         window: whether a call of the module is running, with gathered parameters.
         inside: whether a call of an enclosing sharded module is running.
@@ -44,7 +49,6 @@ class FSDPState:
     offload_policy: OffloadPolicy
     threshold_bytes: int
     forward_methods: tuple[str, ...] = ()
-    unsharded: bool = False
     forwards_left: int = 0
     window: bool = False
     inside: bool = False
@@ -80,6 +84,22 @@ def group_of(module: Any) -> ParamGroup:
         v for _, v in found if isinstance(v, ManagedVariable)
     ]
     return ParamGroup(variables, state_of(module).mesh)
+
+
+def check_concrete(module: Any, asked: str) -> None:
+    """Raise if a Variable below a module has no value yet, only a shape."""
+    names = [
+        dotted(path)
+        for path, v in _functional.walk(module)
+        if isinstance(v, nnx.Variable)
+        and is_abstract(v)
+        and not isinstance(v, nnx.RngState)  # evaluation does without
+    ]
+    if names:
+        raise RuntimeError(
+            f"{asked}: {names} are abstract (ShapeDtypeStruct). Give them values "
+            "first, with nnx.update(model, state) or load_state_dict."
+        )
 
 
 def sharded_modules(root: Any) -> list[Any]:

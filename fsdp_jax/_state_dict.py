@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.core import Tracer
 
 from fsdp_jax import _functional
 from fsdp_jax._param import (
@@ -61,12 +61,9 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> None:
             writes.append((variable, _checked(name, variable, state_dict[name])))
     mesh = state_of(module).mesh
     for variable, value in writes:
-        spec, old = spec_of(variable), variable.get_raw_value()
-        rest = spec.sharding(old.ndim) if spec else mesh.sharding(old.ndim, None)
-        target = rest if isinstance(old, Tracer) else old.sharding
-        if spec is not None and target.mesh.empty:
-            target = rest
-        install(variable, move(value, target if spec else rest))
+        spec, ndim = spec_of(variable), value.ndim
+        target = spec.present(ndim) if spec else mesh.sharding(ndim, None)
+        install(variable, move(value, target))
 
 
 def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
@@ -83,6 +80,8 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
             f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the module "
             f"needs the full shape {tuple(old.shape)}."
         )
+    if isinstance(value, np.ndarray):
+        value = value.copy()  # JAX may keep the buffer, which the caller may reuse
     if value.dtype == old.dtype:
         return value
     floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in (value, old)]

@@ -20,9 +20,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _functional
 from fsdp_jax._join import REDUCTIONS, Request, slots_of
-from fsdp_jax._module import group_of, sharded_modules
-from fsdp_jax._param import dotted, move, settle_moment
+from fsdp_jax._param import dotted, move, settle_moment, with_value
 from fsdp_jax._program import Note, Program, execute
+from fsdp_jax._state import check_concrete, sharded_modules
 
 
 def value_and_grad(
@@ -41,10 +41,14 @@ def value_and_grad(
     device's rows of the batch, and gathers and reduces parameters as the modules'
     groups say. Works eagerly, in `nnx.jit` and in `jax.jit`.
 
-    Every array in the other arguments is cut on dim 0 over the devices, scalars are
-    replicated. Changes that `f` makes to the model are carried out: BatchStat updates
-    are averaged over devices; random streams have the device index folded into their
-    key, so masks differ per device, while counters advance alike.
+    Called eagerly it compiles, once per function and shapes: define `f` once, not as a
+    new lambda in every step.
+
+    Every array in the other arguments is cut on dim 0 over the devices; scalars, such
+    as keys made by `jax.random.key`, are replicated. Changes that `f` makes to the
+    model are carried out: BatchStat updates are averaged over devices; random streams
+    have the device index folded into their key, so masks differ per device, while
+    counters advance alike.
 
     Args:
         f: returns a floating scalar, or `(scalar, aux)` with `has_aux`; for
@@ -219,12 +223,14 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
             "inside, use nnx.value_and_grad: the modules reduce their own gradients."
         )
     _batch.check_context(mesh, who)
+    for spec in request.out_specs.leaves:
+        _batch.check_spec("out_specs", spec, mesh, who)
     names = _batch.argument_names(request.f, args)
     arg_specs = _batch.resolve_specs(
         args, kwargs, names, request.in_specs.tree(), mesh, who
     )
     for module in (m for node in nodes for m in sharded_modules(node)):
-        group_of(module).check_concrete(who)
+        check_concrete(module, who)
     with nnx.update_context(_functional.TAG):
         graphdef, state = _functional.split_outer(nodes)
         taken_state, state_arrays = _functional.take_arrays(state)
@@ -346,10 +352,7 @@ def _check_float(request: Request, name: str, dtype: Any) -> None:
 
 
 def _grad_state(entries, grads) -> Any:
-    made = {
-        path: type(v).from_metadata(grads[i], v.get_metadata())
-        for path, v, i in entries
-    }
+    made = {path: with_value(v, grads[i]) for path, v, i in entries}
     return made[()] if () in made else nnx.from_flat_state(made)
 
 

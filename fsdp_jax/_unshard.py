@@ -44,13 +44,13 @@ class UnshardHandle:
         self.cancel()
         take_started(module)
         group = group_of(module)
-        if state_of(module).unsharded:
+        if group.full:
             return
         now = group.values()
         if len(now) != len(shards) or any(a is not b for a, b in zip(now, shards)):
             full = gather_own_dtype(module, group)
-        group.set_values(full)
-        set_state(module, unsharded=True, forwards_left=state_of(module).num_forwards)
+        group.set_values(full, full=True)
+        set_state(module, forwards_left=state_of(module).num_forwards)
 
     def cancel(self) -> None:
         """Forget the gather."""
@@ -77,7 +77,9 @@ def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
 
 
 def reshard_now(module: Any) -> None:
-    """Bring a module's group to rest."""
+    """Bring a module's group to rest; does nothing more if it is."""
     group, state = group_of(module), state_of(module)
-    group.set_values(group.shards(divisor_of(state)))
-    set_state(module, unsharded=False, forwards_left=0)
+    if group.full:
+        group.set_values(group.shards(divisor_of(state)), full=False)
+    if state.forwards_left:
+        set_state(module, forwards_left=0)

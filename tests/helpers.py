@@ -103,7 +103,7 @@ def token_batch(rows: int = 16, length: int = 6) -> jax.Array:
 def assert_trees_close(
     actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-6
 ) -> None:
-    """Compare two models, states or trees leaf by leaf, naming the leaf that differs."""
+    """Compare two models, states or trees leaf by leaf, naming what differs."""
     got, want = (_named_leaves(tree) for tree in (actual, expected))
     assert list(got) == list(want)
     for name, value in want.items():

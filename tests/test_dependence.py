@@ -77,20 +77,33 @@ def test_a_nested_jit_is_looked_into():
 
 def test_an_einsum_does_not_taint_what_only_the_parameter_gives():
     def f(p, x):
-        y, vjp = jax.vjp(
-            lambda q: jnp.einsum("ab,bc->ac", q.astype(jnp.bfloat16), x), p
-        )
-        return [y, *jax.tree.leaves(vjp)]
+        return jnp.einsum("ab,bc->ac", p, x), jnp.einsum("ab->ba", p)
 
-    x = X.astype(jnp.bfloat16)
-    got = marks(f, (P, False), (x, True))
-    assert got[0]
-    inside = marks(
-        lambda p, x: (jnp.einsum("ab,bc->ac", p, x), jnp.einsum("ab->ba", p)),
-        (P, False),
-        (X, True),
-    )
-    assert inside == [True, False]
+    assert marks(f, (P, False), (X, True)) == [True, False]
+
+
+def test_a_saved_cast_of_the_parameter_depends_on_the_parameter_alone():
+    def f(p, x):
+        product = jax.jit(lambda q: jnp.einsum("ab,bc->ac", q.astype(x.dtype), x))
+        y, vjp = jax.vjp(lambda q, x: product(q) + (q.astype(x.dtype) @ x), p, x)
+        return [y, *[leaf for leaf in jax.tree.leaves(vjp) if leaf.shape == P.shape]]
+
+    output, *saved = marks(f, (P, False), (X.astype(jnp.bfloat16), True))
+    assert output
+    assert saved and not any(saved)
+
+
+def test_a_checkpoint_and_custom_derivatives_are_looked_into():
+    def mixed(p, x):
+        return p.T, p @ x
+
+    with_jvp = jax.custom_jvp(mixed)
+    with_jvp.defjvp(lambda primals, tangents: (mixed(*primals), mixed(*tangents)))
+    with_vjp = jax.custom_vjp(mixed)
+    with_vjp.defvjp(lambda p, x: (mixed(p, x), None), lambda _, cts: cts)
+    for f in (jax.checkpoint(mixed), with_jvp, with_vjp):
+        assert marks(f, (P, False), (X, True)) == [False, True]
+        assert_evaluates(f, [P, X], [True, False])
 
 
 def test_a_scan_passes_any_dependence_to_all_its_outputs():

@@ -42,6 +42,26 @@ def in_view(view: str, f: Any) -> Any:
     return pure
 
 
+class Chain(nnx.Module):
+    """Two linear layers of width 8 with tanh between them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+
+@pytest.fixture
+def chain() -> Any:
+    return Chain(nnx.Rngs(0))
+
+
+def inputs() -> jax.Array:
+    """An `(8, 8)` batch."""
+    return jnp.arange(64.0).reshape(8, 8) / 64
+
+
 def full_names(model: Any) -> list[str]:
     """Parameters that every device holds whole."""
     found = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -55,12 +75,12 @@ def full_names(model: Any) -> list[str]:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("ambient", [False, True], ids=["", "set_mesh"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_call_gives_the_value_of_the_unsharded_module(mlp, axis_type, ambient, view):
-    x, _ = helpers.regression_batch()
-    expected = mlp(x)
+def test_call_gives_the_value_of_the_unsharded_module(chain, axis_type, ambient, view):
+    x = inputs()
+    expected = chain(x)
     mesh = mesh_with(axis_type)
     with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
-        model = helpers.shard_blocks(mlp, mesh=None if ambient else mesh)
+        model = helpers.shard_blocks(chain, mesh=None if ambient else mesh)
         batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp")))
         run = in_view(view, lambda m, x: m(x))
         np.testing.assert_allclose(run(model, x), expected, 1e-5, 1e-6)
@@ -82,14 +102,14 @@ def test_call_gives_the_value_of_the_unsharded_module(mlp, axis_type, ambient, v
     ],
 )
 def test_gradient_equals_the_unsharded_one_and_rests_as_the_parameters(
-    mlp, axis_type, ambient, jit
+    chain, axis_type, ambient, jit
 ):
-    x, y = helpers.regression_batch()
-    value, grads = nnx.value_and_grad(helpers.mean_square)(mlp, x, y)
+    x, y = inputs(), jnp.ones((8, 8))
+    value, grads = nnx.value_and_grad(helpers.mean_square)(chain, x, y)
     mesh = mesh_with(axis_type)
     run = nnx.value_and_grad(helpers.mean_square)
     with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
-        model = helpers.shard_blocks(mlp, mesh=mesh)
+        model = helpers.shard_blocks(chain, mesh=mesh)
         got_value, got = (nnx.jit(run) if jit else run)(model, x, y)
     np.testing.assert_allclose(got_value, value, 1e-5)
     helpers.assert_trees_close(got, grads)
@@ -97,33 +117,35 @@ def test_gradient_equals_the_unsharded_one_and_rests_as_the_parameters(
         assert g.sharding.is_equivalent_to(p.sharding, g.ndim)
 
 
-def test_gradient_of_an_input_equals_the_unsharded_one(mlp, mesh8):
-    x, y = helpers.regression_batch()
-    expected = jax.grad(lambda x: helpers.mean_square(mlp, x, y))(x)
-    model = helpers.shard_blocks(mlp, mesh=mesh8)
+def test_gradient_of_an_input_equals_the_unsharded_one(chain, mesh8):
+    x, y = inputs(), jnp.ones((8, 8))
+    expected = jax.grad(lambda x: helpers.mean_square(chain, x, y))(x)
+    model = helpers.shard_blocks(chain, mesh=mesh8)
     got = jax.grad(lambda x: helpers.mean_square(model, x, y))(x)
     np.testing.assert_allclose(got, expected, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_call_works_on_a_mesh_of_fewer_devices(mlp, num_devices):
-    x, _ = helpers.regression_batch()
-    expected = mlp(x)
+def test_call_works_on_a_mesh_of_fewer_devices(chain, num_devices):
+    x = inputs()
+    expected = chain(x)
     mesh = helpers.mesh_of(num_devices)
-    model = helpers.shard_blocks(mlp, mesh=mesh)
+    model = helpers.shard_blocks(chain, mesh=mesh)
     np.testing.assert_allclose(model(x), expected, 1e-5, 1e-6)
     assert model.layers[0].kernel.get_raw_value().sharding.mesh == mesh
 
 
-def test_calls_sharded_modules_below_a_plain_parent(mlp, mesh8):
-    x, _ = helpers.regression_batch()
-    expected = mlp(x)
-    for layer in mlp.layers:
+def test_calls_sharded_modules_below_a_plain_parent(chain, mesh8):
+    x = inputs()
+    expected = chain(x)
+    for layer in chain.layers:
         fully_shard(layer, mesh=mesh8)
-    assert not isinstance(mlp, fsdp_jax.FSDPModule)
-    np.testing.assert_allclose(mlp(x), expected, 1e-5, 1e-6)
-    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(mlp, x), expected, 1e-5, 1e-6)
-    assert not full_names(mlp)
+    assert not isinstance(chain, fsdp_jax.FSDPModule)
+    np.testing.assert_allclose(chain(x), expected, 1e-5, 1e-6)
+    np.testing.assert_allclose(
+        nnx.jit(lambda m, x: m(x))(chain, x), expected, 1e-5, 1e-6
+    )
+    assert not full_names(chain)
 
 
 # --- arguments and results --------------------------------------------------------
@@ -209,7 +231,7 @@ class Trees(nnx.Module):
 
 
 def tree_input() -> dict[str, Any]:
-    x = jnp.arange(64.0).reshape(8, 8) / 64
+    x = inputs()
     return {
         "pair": Pair(x, x + 1),
         "record": Record(x.T, jnp.arange(8), "name"),
@@ -242,7 +264,7 @@ class Chooser(nnx.Module):
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_passes_arguments_that_are_no_arrays_unchanged(mesh8, view):
-    x = jnp.arange(64.0).reshape(8, 8) / 64
+    x = inputs()
     box = Opaque(None)
     model = fully_shard(Chooser(nnx.Rngs(0)), mesh=mesh8)
     seen: dict[str, Any] = {}
@@ -296,7 +318,7 @@ class Noisy(nnx.Module):
 
 @pytest.mark.parametrize("view", ["eager", "nnx.jit"])
 def test_rngs_given_as_an_argument_advance_in_the_caller(mesh8, view):
-    x = jnp.arange(64.0).reshape(8, 8) / 64
+    x = inputs()
     twin, twin_rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(noise=5)
     model, rngs = fully_shard(Noisy(nnx.Rngs(0)), mesh=mesh8), nnx.Rngs(noise=5)
     run = in_view(view, lambda m, x, r: m(x, rngs=r))
@@ -308,7 +330,7 @@ def test_rngs_given_as_an_argument_advance_in_the_caller(mesh8, view):
 
 @pytest.mark.parametrize("view", ["eager", "nnx.jit"])
 def test_statistics_and_counters_change_as_in_the_unsharded_module(mesh8, view):
-    x = jnp.arange(64.0).reshape(8, 8) / 64
+    x = inputs()
     twin, model = Noisy(nnx.Rngs(0)), fully_shard(Noisy(nnx.Rngs(0)), mesh=mesh8)
     run = in_view(view, lambda m, x: m(x, rngs=nnx.Rngs(noise=1)))
     for _ in range(2):
@@ -316,9 +338,32 @@ def test_statistics_and_counters_change_as_in_the_unsharded_module(mesh8, view):
         run(model, x)
     assert int(model.calls[...]) == 2
     helpers.assert_trees_close(model, twin)
-    mean = model.norm.mean.get_raw_value()
+    mean: Any = model.norm.mean.get_raw_value()
     assert mean.sharding.mesh == mesh8
     assert mean.sharding.is_fully_replicated
+
+
+class Jitter(nnx.Module):
+    """Adds noise from the `nnx.Rngs` it is given to a linear layer's output."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> jax.Array:
+        return self.linear(x) + rngs.noise.normal(x.shape)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_rngs_given_to_a_per_device_program_advance_in_the_caller(mesh8, asked):
+    model = fully_shard(Jitter(nnx.Rngs(0)), mesh=mesh8, reshard_after_forward=asked)
+    run = fsdp_jax.shard_map(lambda m, x, rngs: m(x, rngs))
+    rngs, outputs = nnx.Rngs(noise=5), []
+    for count in (1, 2):
+        outputs.append(np.asarray(run(model, inputs(), rngs)))
+        assert int(rngs.noise.count[...]) == count
+    noise = [out - Jitter(nnx.Rngs(0)).linear(inputs()) for out in outputs]
+    rows = np.concatenate(noise)  # one row per device and call
+    assert len(np.unique(rows.round(4), axis=0)) == 16
 
 
 class Sower(nnx.Module):
@@ -335,13 +380,12 @@ class Sower(nnx.Module):
 
 @pytest.mark.parametrize("view", ["eager", "nnx.jit"])
 def test_sown_values_reach_the_caller(mesh8, view):
-    x = jnp.arange(64.0).reshape(8, 8) / 64
+    x = inputs()
     twin, model = Sower(nnx.Rngs(0)), fully_shard(Sower(nnx.Rngs(0)), mesh=mesh8)
-    twin(x)
-    in_view(view, lambda m, x: m(x))(model, x)
-    (got,) = nnx.pop(model, nnx.Intermediate)["hidden"].get_value()
-    (expected,) = nnx.pop(twin, nnx.Intermediate)["hidden"].get_value()
-    np.testing.assert_allclose(got, expected, 1e-5, 1e-6)
+    run = in_view(view, lambda m, x: nnx.capture(m, nnx.Intermediate)(x))
+    expected, got = run(twin, x), run(model, x)
+    helpers.assert_trees_close(got, expected)
+    assert got[1]["hidden"].get_value()[0].shape == (8, 8)
 
 
 class Scaling(nnx.Module):
@@ -375,7 +419,7 @@ def test_a_module_called_twice_in_one_forward_is_used_twice(mesh8, view):
             x = jnp.tanh(self.shared(x))
             return self(x, depth - 1) if depth > 1 else x
 
-    x = jnp.arange(64.0).reshape(8, 8) / 64
+    x = inputs()
     twin, model = Twice(nnx.Rngs(0)), Twice(nnx.Rngs(0))
     fully_shard(model.shared, mesh=mesh8)
     fully_shard(model, mesh=mesh8)
@@ -387,13 +431,13 @@ def test_a_module_called_twice_in_one_forward_is_used_twice(mesh8, view):
 def test_evaluation_first_and_training_afterwards_is_right(mesh8):
     class Dropped(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
-            self.linear = nnx.Linear(16, 8, rngs=rngs)
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.dropout(self.linear(x))
 
-    x, y = helpers.regression_batch()
+    x, y = inputs(), jnp.ones((8, 8))
     twin, model = Dropped(nnx.Rngs(0)), fully_shard(Dropped(nnx.Rngs(0)), mesh=mesh8)
     losses = []
     for m in (twin, model):
@@ -406,15 +450,15 @@ def test_evaluation_first_and_training_afterwards_is_right(mesh8):
     helpers.assert_trees_close(model, twin)
 
 
-def test_new_parameter_values_are_used_by_the_next_call(mlp, mesh8):
-    x, _ = helpers.regression_batch()
-    other = helpers.MLP(nnx.Rngs(9))
-    model = helpers.shard_blocks(mlp, mesh=mesh8)
+def test_new_parameter_values_are_used_by_the_next_call(chain, mesh8):
+    x = inputs()
+    other: Any = Chain(nnx.Rngs(9))
+    model = helpers.shard_blocks(chain, mesh=mesh8)
     model(x)
     nnx.update(model, nnx.as_pure(nnx.state(other)))
     np.testing.assert_allclose(model(x), other(x), 1e-5, 1e-6)
-    model.layers[2].bias[...] = jnp.full((8,), 3.0)
-    other.layers[2].bias[...] = jnp.full((8,), 3.0)
+    model.layers[1].bias[...] = jnp.full((8,), 3.0)
+    other.layers[1].bias[...] = jnp.full((8,), 3.0)
     np.testing.assert_allclose(model(x), other(x), 1e-5, 1e-6)
     assert not full_names(model)
 
@@ -434,33 +478,34 @@ def test_a_method_without_hook_gives_the_unsharded_value(mesh8, view):
         def decode(self, h: jax.Array) -> jax.Array:
             return h @ self.embed.embedding[...].T
 
-    h = jnp.arange(64.0).reshape(8, 8) / 64
+    h = inputs()
     expected = Tied(nnx.Rngs(0)).decode(h)
     model = fully_shard(Tied(nnx.Rngs(0)), mesh=mesh8)
     got = in_view(view, lambda m, h: m.decode(h))(model, h)
     np.testing.assert_allclose(got, expected, 1e-5, 1e-6)
 
 
-def test_parameters_read_outside_a_call_have_their_full_value(mlp, mesh8):
-    expected = np.asarray(mlp.layers[0].kernel[...])
-    model = helpers.shard_blocks(mlp, mesh=mesh8)
+def test_parameters_read_outside_a_call_have_their_full_value(chain, mesh8):
+    expected = np.asarray(chain.layers[0].kernel[...])
+    model = helpers.shard_blocks(chain, mesh=mesh8)
     kernel = model.layers[0].kernel
-    assert kernel.shape == (16, 32)
-    assert fsdp_jax.local_shape(kernel) == (2, 32)
+    assert kernel.shape == (8, 8)
+    assert fsdp_jax.local_shape(kernel) == (1, 8)
     np.testing.assert_array_equal(kernel[...], expected)
     np.testing.assert_array_equal(kernel + 1, expected + 1)
 
 
-def test_call_works_under_vmap_and_remat(mlp, mesh8):
-    x, y = helpers.regression_batch()
-    expected = mlp(x)
-    value, grads = nnx.value_and_grad(helpers.mean_square)(mlp, x, y)
-    model = helpers.shard_blocks(mlp, mesh=mesh8)
+def test_call_works_under_vmap_and_remat(chain, mesh8):
+    x, y = inputs(), jnp.ones((8, 8))
+    expected = chain(x)
+    value, grads = nnx.value_and_grad(helpers.mean_square)(chain, x, y)
+    model = helpers.shard_blocks(chain, mesh=mesh8)
     mapped = nnx.vmap(lambda m, row: m(row), in_axes=(None, 0))(model, x)
     np.testing.assert_allclose(mapped, expected, 1e-5, 1e-6)
 
     def loss(m: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return helpers.mean_square(nnx.remat(lambda m, x: m(x)).__get__(m), x, y)
+        run = nnx.remat(lambda m, x: m(x))
+        return helpers.mean_square(lambda x: run(m, x), x, y)
 
     got_value, got = nnx.jit(nnx.value_and_grad(loss))(model, x, y)
     np.testing.assert_allclose(got_value, value, 1e-5)
