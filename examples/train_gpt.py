@@ -109,12 +109,11 @@ def train(model: GPT, text: np.ndarray, rows: int, args: argparse.Namespace) -> 
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
-        "loss {task.fields[loss]:.3f}",
-        "{task.fields[speed]:,.0f} tokens/s",
+        "{task.fields[note]}",
         TimeRemainingColumn(),
     )
     with Progress(*columns) as progress:
-        task = progress.add_task("", total=args.steps, loss=np.nan, speed=speed)
+        task = progress.add_task("", total=args.steps, note="compiling")
         for step in range(args.steps):
             starts = rng.integers(len(text) - args.context, size=rows)
             batch = fsdp_jax.shard_batch(windows(text, starts, args.context), model)
@@ -123,7 +122,8 @@ def train(model: GPT, text: np.ndarray, rows: int, args: argparse.Namespace) -> 
                 start = time.perf_counter()
             else:
                 speed = step * rows * args.context / (time.perf_counter() - start)
-            progress.update(task, advance=1, loss=loss, speed=speed)
+            note = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, note=note)
             if (step + 1) % max(args.steps // 10, 1) == 0:
                 progress.print(f"step {step + 1:4}  loss {loss:.3f}")
 
@@ -213,7 +213,9 @@ def main() -> None:
     prompt = windows(held_out, starts, args.context)[:, :-1]
     prompt = fsdp_jax.shard_batch(prompt, model)
     new = fsdp_jax.shard_map(sample)(model, prompt, args.sample, args.seed)
-    console.print(Text.assemble((decode(prompt[0]), "dim"), (decode(new[0]), "bold")))
+    prompt, new = decode(prompt[0]), decode(new[0])
+    console.print(Text("--- the prompt\n" + prompt, "dim"), soft_wrap=True)
+    console.print(Text("--- the model goes on\n" + new), soft_wrap=True)
     console.print(f"held-out loss: {before:.2f} -> {after:.2f} nats per byte")
 
 

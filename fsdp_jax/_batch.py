@@ -383,8 +383,9 @@ def local_shape(param: Any) -> tuple[int, ...]:
         raise TypeError(
             f"local_shape: expected a Variable or an array, got {type(param).__name__}."
         )
-    spec = spec_of(param)
-    if spec is not None and not spec.is_shard(value):
-        return tuple(spec.present(value.ndim).shard_shape(value.shape))
-    sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)
+    spec, sharding = spec_of(param), getattr(value, "sharding", None)
+    if isinstance(value, Tracer) or sharding is None:
+        sharding = None
+        if spec is not None and not spec.is_shard(value):
+            sharding = spec.present(value.ndim)
     return tuple(sharding.shard_shape(value.shape) if sharding else value.shape)

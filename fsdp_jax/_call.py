@@ -208,6 +208,7 @@ def _call_regathered(module, group, comm, function, args, kwargs) -> Any:
         ):
             # Only then: inside a loop over a module from outside of it, NNX refuses any
             # write, and rightly so if there is something to carry out.
+            _functional.check_writable((module, nodes))
             *_, out_nodes = _functional.merge_outer(
                 graphdef_out,
                 jax.tree.unflatten(notes["params"], shards),

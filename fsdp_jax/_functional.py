@@ -106,8 +106,30 @@ def split_inner(nodes: Any, *filters: Any, tracked: bool) -> tuple[Any, ...]:
         return ctx.split(nodes, *filters)
 
 
+def check_writable(nodes: Any) -> None:
+    """Raise NNX's own error if a node belongs to another trace, so cannot be written.
+
+    `merge_outer` would notice too, but only after it has emptied the nodes.
+    """
+    for node in jax.tree.leaves(nodes, is_leaf=is_node):
+        for _, found in walk(node):
+            if isinstance(found, nnx.Variable):
+                found._check_can_update()
+            else:
+                found._check_valid_context(lambda: _OTHER_TRACE)
+
+
+_OTHER_TRACE = (
+    "Cannot mutate a module from a different trace level: it was captured by closure. "
+    "Pass it to the transformed function as an argument."
+)
+
+
 def merge_outer(graphdef: Any, *states: Any) -> Any:
-    """Write what changed into the caller's nodes; returns them and the new ones."""
+    """Write what changed into the caller's nodes; returns them and the new ones.
+
+    Call `check_writable` on the nodes first.
+    """
     with nnx.merge_context(TAG, inner=False) as ctx:
         return ctx.merge(graphdef, *states)
 

@@ -45,6 +45,10 @@ class FSDPModule(nnx.Module):
     Source: specification, "The user contract"; PyTorch `FSDPModule`.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Not the original's own hook: no new class was made in the user's code.
+        nnx.Module.__init_subclass__.__func__(cls, **kwargs)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is FSDPModule:
             raise TypeError(
@@ -149,7 +153,10 @@ class FSDPModule(nnx.Module):
 
         Source: README, "What happens when".
         """
-        if not isinstance(threshold_bytes, int) or threshold_bytes < 0:
+        number = isinstance(threshold_bytes, int) and not isinstance(
+            threshold_bytes, bool
+        )
+        if not number or threshold_bytes < 0:
             raise ValueError(
                 "set_packing_threshold_bytes: expected a number of bytes, 0 or more, "
                 f"got {threshold_bytes!r}."
@@ -194,16 +201,20 @@ class FSDPModule(nnx.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = True
-    ) -> None:
+    ) -> _state_dict.IncompatibleKeys:
         """Write arrays into the module by dotted name, each in its resting layout.
 
         Full host arrays, arrays on one device and sharded arrays are all accepted; of a
         host array every process keeps only its slices. Floating values are cast to the
-        dtype of the Variable. Nothing is written unless everything is valid.
+        dtype of the Variable. For random keys their `jax.random.key_data` will do.
+        Nothing is written unless everything is valid.
 
         Args:
             state_dict: names as in `state_dict()`.
             strict: whether names must match exactly; if not, others are left alone.
+
+        Returns:
+            The missing and the unexpected names.
 
         Raises:
             TypeError: `state_dict` is not a mapping, or a value is not an array.
@@ -212,7 +223,7 @@ class FSDPModule(nnx.Module):
 
         Source: PyTorch `load_state_dict`.
         """
-        _state_dict.load_state_dict(self, state_dict, strict)
+        return _state_dict.load_state_dict(self, state_dict, strict)
 
     def __deepcopy__(self, memo: Any = None) -> Any:
         raise RuntimeError(

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from fsdp_jax._mesh import MeshInfo
 
 METADATA = "fsdp"
+WRITTEN = "fsdp_written"  # by the user, while full
 _SAME_FOR_A_SHARD = frozenset({"dtype", "ndim", "weak_type", "sharding"})
 Path = tuple[Any, ...]
 
@@ -139,6 +140,8 @@ class ManagedVariable(nnx.Variable):
                 "to it outside of value_and_grad and shard_map."
             )
         super().set_value(value, **kwargs)
+        if spec is not None and spec.full:
+            self._var_metadata[WRITTEN] = True
         self._settle()
 
     def set_raw_value(self, value: Any, **kwargs: Any) -> None:
@@ -304,11 +307,8 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
 
 
 def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
-    """A Variable like this one that holds another value, at rest."""
-    metadata = dict(variable.get_metadata())
-    if isinstance(metadata.get(METADATA), ParamSpec):
-        metadata[METADATA] = metadata[METADATA].marked(False)
-    return type(variable).from_metadata(value, metadata)
+    """A Variable like this one, metadata included, that holds another value."""
+    return type(variable).from_metadata(value, dict(variable.get_metadata()))
 
 
 def mark(variable: nnx.Variable, full: bool) -> None:

@@ -21,6 +21,7 @@ from fsdp_jax import _collectives
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._param import (
     METADATA,
+    WRITTEN,
     ParamSpec,
     constrain,
     install,
@@ -76,13 +77,20 @@ class ParamGroup:
             value = variable.get_raw_value()
             if spec.dim is None or spec.mesh.num_shards == 1:
                 continue
+            if value.ndim < -spec.dim:
+                raise ValueError(
+                    f"parameter {spec.path!r} is cut on dim {spec.dim}, which it no "
+                    f"longer has (shape {tuple(value.shape)}): a scan or vmap took the "
+                    "layer dim of a stack away. Cut another dim: fully_shard(..., "
+                    "shard_placement_fn=lambda p: Shard(1))."
+                )
             if value.shape[spec.dim] * spec.mesh.num_shards != spec.size:
                 raise ValueError(
                     f"parameter {spec.path!r} entered this per-device program with "
                     f"shape {tuple(value.shape)}; its shard has dim {spec.dim} of "
                     f"{spec.size // spec.mesh.num_shards}. Give shard_map the in_spec "
-                    f"{spec.mesh.spec(value.ndim, spec.dim)} for it, or use "
-                    "fsdp_jax.shard_map."
+                    f"{spec.mesh.spec(value.ndim, spec.dim)} for it, or pass the "
+                    "model to fsdp_jax.shard_map as an argument, not by closure."
                 )
 
     def gather_global(self, dtype: Any = None) -> list[Any]:
@@ -128,7 +136,11 @@ class ParamGroup:
         finally:
             for variable, held, old in zip(self.variables, full, before, strict=True):
                 new = variable.get_raw_value()
-                if new is held or self.mesh.per_device():
+                written = variable._var_metadata.pop(WRITTEN, False)
+                # A transform inside (nnx.jit, nnx.remat) writes back what it was given:
+                # where that was cast, it must not replace the parameter.
+                returned = held.dtype != old.dtype and not written
+                if new is held or returned or self.mesh.per_device():
                     new = old
                 elif isinstance(new, (jax.Array, np.ndarray)):
                     spec = variable.get_metadata(METADATA).marked(was_full)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from fsdp_jax._state import group_of, set_state, sharded_modules, state_of
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """All that is static in one call. The key under which it is compiled.
+    """All that is static in one call.
 
     Attributes:
         request: what the user asked for.
@@ -101,18 +102,31 @@ def _sharded(program: Program, inputs: list[Any]) -> Any:
     return mapped(inputs)
 
 
-_compiled = jax.jit(_sharded, static_argnums=0)
+_COMPILED: OrderedDict[Any, Any] = OrderedDict()
+_MAX_COMPILED = 128
 
 
 def execute(program: Program, inputs: list[Any]) -> Any:
-    """Run a program: as part of the trace that is going on, or compiled once."""
+    """Run a program: as part of the trace that is going on, or compiled.
+
+    Eagerly it is traced anew in every call, because the user's function may read values
+    that are not arguments; what has been compiled is found again by its StableHLO.
+    """
     if any(isinstance(x, Tracer) for x in inputs):
         return _sharded(program, inputs)
-    try:
-        hash(program)
-    except TypeError:
-        return jax.jit(functools.partial(_sharded, program))(inputs)
-    return _compiled(program, inputs)
+    # keep_unused: two programs that differ in what they ignore must not look alike.
+    jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
+    lowered = jitted.lower(inputs)
+    types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
+    key = (program.mesh, lowered.as_text(), tuple(types))
+    compiled = _COMPILED.pop(key, None)
+    if compiled is None:
+        compiled = lowered.compile()
+    _COMPILED[key] = compiled
+    if len(_COMPILED) > _MAX_COMPILED:
+        _COMPILED.popitem(last=False)
+    results = jax.tree.leaves(compiled(inputs))
+    return jax.tree.unflatten(lowered.out_tree, results)
 
 
 def _device_program(program: Program, inputs: list[jax.Array]) -> Any:

@@ -6,8 +6,9 @@ What lives here: the checks of `load_state_dict`. What must not: files and forma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -38,7 +39,7 @@ def at_rest(value: Any) -> Any:
     return move(raw, spec.sharding(raw.ndim))
 
 
-def load_state_dict(module: Any, state_dict: Any, strict: bool) -> None:
+def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleKeys:
     """Check every name and value, then write them."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -64,6 +65,19 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> None:
         spec, ndim = spec_of(variable), value.ndim
         target = spec.present(ndim) if spec else mesh.sharding(ndim, None)
         install(variable, move(value, target))
+    return IncompatibleKeys(missing, unexpected)
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict(strict=False)` left alone, as in PyTorch.
+
+    Attributes:
+        missing_keys: names that the module has and the mapping has not.
+        unexpected_keys: names that the mapping has and the module has not.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
@@ -75,6 +89,10 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
         raise TypeError(
             f"load_state_dict: {name!r} is a {type(value).__name__}, not an array."
         )
+    keys = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+    if keys and value.dtype == jnp.uint32 and not isinstance(old, jax.ShapeDtypeStruct):
+        # What jax.random.key_data gives: files cannot hold keys.
+        value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(old))
     if tuple(value.shape) != tuple(old.shape):
         raise ValueError(
             f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the module "

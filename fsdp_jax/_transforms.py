@@ -41,8 +41,8 @@ def value_and_grad(
     device's rows of the batch, and gathers and reduces parameters as the modules'
     groups say. Works eagerly, in `nnx.jit` and in `jax.jit`.
 
-    Called eagerly it compiles, once per function and shapes: define `f` once, not as a
-    new lambda in every step.
+    Called eagerly it traces `f` in every call and compiles what it has not compiled
+    yet; a loop is faster in `nnx.jit`.
 
     Every array in the other arguments is cut on dim 0 over the devices; scalars, such
     as keys made by `jax.random.key`, are replicated. Changes that `f` makes to the
@@ -222,6 +222,7 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
             f"{who}: called inside a per-device program. Call it outside of shard_map; "
             "inside, use nnx.value_and_grad: the modules reduce their own gradients."
         )
+    _functional.check_writable(nodes)
     _batch.check_context(mesh, who)
     for spec in request.out_specs.leaves:
         _batch.check_spec("out_specs", spec, mesh, who)
@@ -325,6 +326,13 @@ def _differentiated(request, args, nodes, slots, names):
                     )
                 entries.append((path, variable, len(diff)))
                 diff.append(i)
+            if not entries:
+                raise ValueError(
+                    f"{request.who}: wrt={wrt!r} selects no Variable of "
+                    f"{names[number]}, so there is nothing to differentiate. Give a "
+                    "Variable type such as nnx.Param, or a filter such as "
+                    "nnx.PathContains('head'); a str is an nnx tag."
+                )
             node_entries.append(entries)
         array_entries = []
         for k, x in enumerate(arrays):

@@ -152,12 +152,11 @@ def test_eager_gradients_compile_once_for_all_steps_and_models(make):
     models = [make(mesh) for _ in range(2)]
     value_and_grad = fsdp_jax.value_and_grad(loss)
     value_and_grad(models[0], x, y)
-    assert len(traces) == 1
     with counted() as counts:
         for model in (*models, *models):
             value_and_grad(model, x, y)
         fsdp_jax.value_and_grad(loss)(models[1], x, y)
-    assert len(traces) == 1
+    assert len(traces) == 6  # a call traces: what the loss closes over may have changed
     assert counts["compiles"] == 0
 
 
@@ -220,9 +219,9 @@ def test_evaluation_compiles_once():
     with counted() as counts:
         for _ in range(2):
             evaluate(model, x)
-    assert len(traces) == 1
+    assert len(traces) == 3
     assert counts["compiles"] == 0
     with counted() as counts:
         evaluate(model, jnp.concatenate([x, x]))
-    assert len(traces) == 2
+    assert len(traces) == 4
     assert counts["compiles"] >= 1 and counts["traces"] >= 1  # the counts do count

@@ -511,3 +511,74 @@ def test_call_works_under_vmap_and_remat(chain, mesh8):
     np.testing.assert_allclose(got_value, value, 1e-5)
     helpers.assert_trees_close(got, grads)
     assert not full_names(model)
+
+
+# --- what a call must not change --------------------------------------------------
+
+
+class Wrapped(nnx.Module):
+    """A layer behind a transform that hands its Variables back."""
+
+    def __init__(self, rngs: nnx.Rngs, wrap: Any) -> None:
+        self.linear, self.wrap = nnx.Linear(8, 8, rngs=rngs), wrap
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.wrap(lambda layer, x: layer(x))(self.linear, x)
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat])
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit])
+def test_a_low_precision_call_never_rounds_the_parameters(mesh8, wrap, outer):
+    model = Wrapped(nnx.Rngs(0), wrap)
+    before = np.asarray(model.linear.kernel[...])
+    policy = fsdp_jax.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    fully_shard(model, mesh=mesh8, mp_policy=policy)
+    outer(lambda m, x: m(x))(model, jnp.ones((8, 8)))
+    np.testing.assert_array_equal(model.linear.kernel[...], before)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, nnx.jit])
+def test_a_model_that_a_failing_step_closed_over_stays_whole(mesh8, transform):
+    model = fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=mesh8)
+    x = jnp.ones((8, 8))
+    want = np.asarray(model(x))
+    step = fsdp_jax.value_and_grad(lambda m, x: jnp.sum(m(x)))
+    with pytest.raises(Exception, match="trace level"):
+        transform(lambda x: step(model, x))(x)
+    np.testing.assert_array_equal(model(x), want)
+
+
+def test_a_base_class_hook_does_not_run_for_the_generated_class(mesh8):
+    class Base(nnx.Module):
+        tag: str
+
+        def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.tag = tag
+
+    class Child(Base, tag="child"):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.ones(8))
+
+    child = fully_shard(Child(), mesh=mesh8)
+    assert child.tag == "child"
+    assert type(child).__name__ == "ChildFSDPModule"
+
+
+def test_a_stack_cut_on_its_layer_dim_is_refused_with_the_way_out(mesh8):
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            make = nnx.vmap(lambda r: nnx.Linear(8, 8, rngs=r))
+            self.layers = nnx.split_rngs(splits=8)(make)(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            run = nnx.scan(
+                lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+            )
+            return run(x, self.layers)
+
+    stack = Stack(nnx.Rngs(0))
+    fully_shard(stack.layers, mesh=mesh8)
+    fully_shard(stack, mesh=mesh8)
+    with pytest.raises(ValueError, match="layer dim.*shard_placement_fn"):
+        fsdp_jax.shard_map(lambda m, x: m(x))(stack, jnp.ones((8, 8)))

@@ -484,14 +484,20 @@ def test_a_parameter_tied_across_the_modules_of_a_list_is_refused(mesh8):
 # --- failures half way ------------------------------------------------------------
 
 
-class Final(nnx.Module):
+class FinalMeta(type(nnx.Module)):
+    """A metaclass whose classes have no subclasses."""
+
+    def __new__(mcs, name: str, bases: Any, namespace: Any, **kwargs: Any) -> Any:
+        if any(isinstance(base, FinalMeta) for base in bases):
+            raise TypeError(f"{bases[-1].__name__} cannot be subclassed")
+        return super().__new__(mcs, name, bases, namespace, **kwargs)
+
+
+class Final(nnx.Module, metaclass=FinalMeta):
     """A module whose class refuses to be subclassed."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        raise TypeError("Final cannot be subclassed")
-
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(16, 8, rngs=rngs)
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.linear(x)

@@ -130,17 +130,11 @@ def test_one_gather_per_group_and_nothing_else(model):
     }
 
 
-def test_equal_eager_calls_trace_once(model):
-    traces = []
-
-    def f(model: Any, x: jax.Array) -> jax.Array:
-        traces.append(1)
-        return model(x)
-
-    run = shard_map(f)
-    for _ in range(3):
-        run(model, inputs())
-    assert len(traces) == 1
+def test_an_eager_call_reads_what_the_function_closes_over_anew(model, reference):
+    factor = jnp.float32(1.0)
+    run = shard_map(lambda model, x: factor * model(x))
+    for factor in (jnp.float32(2.0), jnp.float32(3.0)):
+        assert_close(run(model, inputs()), factor * reference(inputs()))
 
 
 def test_an_unsharded_module_is_used_and_stays_unsharded(model, reference):
