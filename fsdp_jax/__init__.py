@@ -14,12 +14,12 @@ from fsdp_jax._module import UnshardHandle as UnshardHandle
 from fsdp_jax._module import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
+from fsdp_jax._optimizer import Optimizer as Optimizer
 from fsdp_jax._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from fsdp_jax._policies import DataParallelMeshDims as DataParallelMeshDims
 from fsdp_jax._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp_jax._policies import OffloadPolicy as OffloadPolicy
 from fsdp_jax._policies import Shard as Shard
-from fsdp_jax._transforms import Optimizer as Optimizer
 from fsdp_jax._transforms import grad as grad
 from fsdp_jax._transforms import shard_map as shard_map
 from fsdp_jax._transforms import value_and_grad as value_and_grad

@@ -357,11 +357,16 @@ def _agree_on_rows(batch: Any, mesh: MeshInfo) -> None:
     if (everyone == mine).all():
         return
     differ = int(np.argmax((everyone != everyone[0]).any(axis=0)))
-    key = leaves[differ][0] if differ < len(rows) else ""
+    found = "the arrays have other names, or are more than the first 64"
+    if differ < _NUM_COMPARED:
+        key = leaves[differ][0] if differ < len(rows) else ""
+        found = (
+            f"batch{key} has {everyone[:, differ].tolist()} rows in the processes 0, "
+            "1, ... (-1: no such array)"
+        )
     raise ValueError(
-        f"shard_batch: batch{key} has {everyone[:, differ].tolist()} rows in the "
-        "processes 0, 1, ... (-1: no such array). Every process must bring the same "
-        "arrays with the same number of rows. Pad or trim them."
+        f"shard_batch: processes bring different batches: {found}. Every process must "
+        "bring the same arrays with the same number of rows. Pad or trim them."
     )
 
 

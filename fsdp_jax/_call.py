@@ -20,6 +20,7 @@ from fsdp_jax._param import ShardReadError
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import (
     check_concrete,
+    class_name,
     comm_of,
     group_of,
     set_state,
@@ -50,7 +51,7 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
         output = function(module, *args, **kwargs)
     else:
         group = group_of(module)
-        check_concrete(module, f"{type(module).__bases__[1].__name__} was called")
+        check_concrete(module, f"{class_name(module)} was called")
         if state.mesh.per_device():
             run = _call_per_device
         elif group.is_traced():

@@ -34,7 +34,8 @@ class Taken:
 
     Attributes:
         treedef: structure of the tree.
-        slots: per leaf `"node"`, `"array"`, or a 1-tuple with the leaf itself.
+        slots: per leaf `"node"`, `"array"`, or a tuple of the leaf itself and its type,
+            so that 1, 1.0 and True are not taken for the same.
     """
 
     treedef: Any
@@ -67,14 +68,14 @@ def take(tree: Any) -> tuple[Taken, list[Any], list[Any]]:
             slots.append("array")
             arrays.append(leaf)
         else:
-            slots.append((leaf,))
+            slots.append((leaf, type(leaf)))
     return Taken(treedef, tuple(slots)), nodes, arrays
 
 
 def take_arrays(state: Any) -> tuple[Taken, list[Any]]:
     """Take the arrays out of an NNX state, looking into its Variables."""
     leaves, treedef = jax.tree.flatten(state)
-    slots = tuple("array" if is_array(leaf) else (leaf,) for leaf in leaves)
+    slots = tuple("array" if is_array(leaf) else (leaf, type(leaf)) for leaf in leaves)
     return Taken(treedef, slots), [leaf for leaf in leaves if is_array(leaf)]
 
 
@@ -166,24 +167,29 @@ def find(root: Any, node: Any) -> tuple[Any, ...] | None:
 
 
 def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    integers = getattr(node, "_pytree__has_int_keys", False)
-    items = [
-        (int(k) if integers and k.isdigit() else k, v) for k, v in vars(node).items()
+    integers = node._pytree__has_int_keys
+    named = [
+        (int(k) if integers and k.isdigit() else k, v)
+        for k, v in vars(node).items()
+        if not k.startswith("_pytree__") and _is_data(node, k)
     ]
-    named = [(k, v) for k, v in items if not str(k).startswith("_pytree__")]
     for key, value in sorted(named, key=lambda kv: (isinstance(kv[0], str), kv[0])):
         if is_node(value):
             yield (key,), value
-        elif isinstance(value, (str, int, float, jax.Array, np.ndarray)):
-            continue
-        else:
+        elif not isinstance(value, (str, int, float, jax.Array, np.ndarray)):
             leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node)
             for keys, leaf in leaves:
                 if is_node(leaf):
                     yield (key, *[plain_key(k) for k in keys]), leaf
 
 
+def _is_data(node: nnx.Pytree, name: str) -> bool:
+    """Whether NNX looks into an attribute; what it calls static may be anything."""
+    return not node._pytree__is_pytree or node._pytree__nodes.get(name, False)
+
+
 def plain_key(key: Any) -> Any:
+    """What a key of a pytree path is called in an NNX path."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

@@ -86,7 +86,8 @@ def differs_between_devices(mesh: MeshInfo, eqn: Any) -> bool | None:
     if name in ("psum", "psum_invariant", "pmax", "pmin", "all_gather"):
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
-        if set(axes) >= set(mesh.shard_axes):
+        whole = eqn.params.get("axis_index_groups") is None
+        if whole and set(axes) >= set(mesh.shard_axes):
             return False
     return None
 

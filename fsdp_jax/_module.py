@@ -19,6 +19,7 @@ from fsdp_jax import _state_dict
 from fsdp_jax._call import call
 from fsdp_jax._state import (
     STATE,
+    SUFFIX,
     FSDPState,
     check_concrete,
     group_of,
@@ -76,13 +77,14 @@ class FSDPModule(nnx.Module):
             None, or the handle.
 
         Raises:
-            RuntimeError: parameters are abstract.
+            RuntimeError: parameters are abstract, or the module comes from outside of
+                the function being traced.
 
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.unshard`.
         """
         state, group = state_of(self), group_of(self)
         check_concrete(self, "unshard")
-        handle = STARTED.get(self)
+        handle = STARTED.get(id(self))
         if group.full or state.window:
             handle = UnshardHandle(self, [], [])
             handle.cancel()
@@ -91,7 +93,7 @@ class FSDPModule(nnx.Module):
             handle = UnshardHandle(self, shards, gather_own_dtype(self, group))
         if async_op:
             if handle.pending and not group.is_traced():
-                STARTED[self] = handle
+                STARTED[id(self)] = handle
             return handle
         handle.wait()
         return None
@@ -102,7 +104,8 @@ class FSDPModule(nnx.Module):
         A gather started by `unshard(async_op=True)` is dropped.
 
         Raises:
-            RuntimeError: called while a forward of the module is running.
+            RuntimeError: called while a forward of the module is running, or it is full
+                and comes from outside of the function being traced.
 
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.reshard`.
         """
@@ -261,10 +264,10 @@ def fsdp_class(original: type) -> type:
         copyreg.pickle(meta, _reduce_class)
     else:
         meta = _FSDPMeta
-    name = f"{original.__name__}FSDPModule"
+    name = original.__name__ + SUFFIX
     namespace = {
         "__module__": original.__module__,
-        "__qualname__": f"{original.__qualname__}FSDPModule",
+        "__qualname__": original.__qualname__ + SUFFIX,
         "__doc__": original.__doc__,
     }
     if any("__call__" in vars(cls) for cls in original.__mro__):

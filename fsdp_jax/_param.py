@@ -133,7 +133,7 @@ class ManagedVariable(nnx.Variable):
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
         spec = self.get_metadata(METADATA, None)
-        if spec is not None and spec.dim is not None and spec.mesh.per_device():
+        if spec is not None and spec.mesh.per_device():
             raise RuntimeError(
                 f"parameter {spec.path!r} is written inside a per-device program, "
                 "where the module holds a gathered copy that is dropped again. Write "
@@ -270,6 +270,20 @@ def constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
 def install(variable: nnx.Variable, value: Any) -> None:
     """Set a Variable's raw value, without placement and without trace checks."""
     object.__setattr__(variable, "_raw_value", value)
+
+
+def check_own_trace(variable: nnx.Variable, value: Any, asked: str) -> None:
+    """Raise if a traced value would outlive its trace in a Variable from outside of it.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    if isinstance(value, Tracer) and not variable._can_update:
+        raise RuntimeError(
+            f"{asked}: the module comes from outside of the function being traced, and "
+            "would keep traced arrays when that returns. Pass the module as an "
+            f"argument (nnx.jit), or call {asked} outside."
+        )
 
 
 def manage(variable: nnx.Variable, spec: ParamSpec) -> None:

@@ -23,6 +23,7 @@ from fsdp_jax._param import (
     METADATA,
     WRITTEN,
     ParamSpec,
+    check_own_trace,
     constrain,
     install,
     mark,
@@ -114,6 +115,16 @@ class ParamGroup:
         """Whether a value is being traced, or would be as soon as it is used."""
         values = [*self.values(), jnp.zeros(())]
         return any(isinstance(v, Tracer) for v in values)
+
+    def keep_values(self, values: Sequence[Any], *, full: bool, asked: str) -> None:
+        """Hold `values` beyond this call, which asked for it.
+
+        Raises:
+            RuntimeError: they are traced, and the module is from outside of the trace.
+        """
+        for variable, value in zip(self.variables, values, strict=True):
+            check_own_trace(variable, value, asked)
+        self.set_values(values, full=full)
 
     def set_values(self, values: Sequence[Any], *, full: bool) -> None:
         """Hold `values` from now on: full arrays, or the shards."""

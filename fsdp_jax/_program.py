@@ -134,7 +134,8 @@ def _device_program(program: Program, inputs: list[jax.Array]) -> Any:
     found: dict[str, Any] = {}
     local = functools.partial(_local_program, program, found)
     closed = jax.make_jaxpr(local)(inputs)
-    flat = jaxpr_as_fun(closed)(*inputs)
+    # An output that is a constant comes out of the jaxpr as a Python number.
+    flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]
     marks = [spec != PartitionSpec() for spec in program.in_specs]
     differs = depends_on(
         closed, marks, functools.partial(differs_between_devices, program.mesh)

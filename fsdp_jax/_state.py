@@ -23,6 +23,7 @@ from fsdp_jax._param import (
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
 
+SUFFIX = "FSDPModule"  # of the names of generated classes
 STATE = "_pytree__fsdp"  # nnx.bridge.ToNNX skips names that start so
 
 
@@ -86,6 +87,11 @@ def group_of(module: Any) -> ParamGroup:
     return ParamGroup(variables, state_of(module).mesh)
 
 
+def class_name(module: Any) -> str:
+    """Name of the class that a sharded module had before."""
+    return type(module).__name__.removesuffix(SUFFIX)
+
+
 def check_concrete(module: Any, asked: str) -> None:
     """Raise if a Variable below a module has no value yet, only a shape."""
     names = [
@@ -122,7 +128,7 @@ def comm_of(module: Any, group: ParamGroup) -> _collectives.GroupComm:
         reduce_dtype=state.mp_policy.reduce_dtype,
         divisor=divisor_of(state),
         threshold_bytes=state.threshold_bytes,
-        name=type(module).__bases__[1].__name__,
+        name=class_name(module),
     )
 
 

@@ -15,6 +15,7 @@ from flax import nnx
 
 from fsdp_jax import _functional
 from fsdp_jax._param import (
+    check_own_trace,
     dotted,
     install,
     move,
@@ -61,10 +62,16 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleK
         if name in state_dict:
             writes.append((variable, _checked(name, variable, state_dict[name])))
     mesh = state_of(module).mesh
+    probe = jnp.zeros(())  # traced where whatever is placed would be
     for variable, value in writes:
-        spec, ndim = spec_of(variable), value.ndim
-        target = spec.present(ndim) if spec else mesh.sharding(ndim, None)
-        install(variable, move(value, target))
+        for x in (value, probe):
+            check_own_trace(variable, x, "load_state_dict")
+    for variable, value in writes:
+        if hasattr(value, "ndim"):
+            spec, ndim = spec_of(variable), value.ndim
+            target = spec.present(ndim) if spec else mesh.sharding(ndim, None)
+            value = move(value, target)
+        install(variable, value)
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -85,6 +92,8 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
     old = variable.get_raw_value()
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
+    if not hasattr(old, "shape"):  # a Python value, or None
+        return value
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
             f"load_state_dict: {name!r} is a {type(value).__name__}, not an array."

@@ -1,4 +1,4 @@
-"""`value_and_grad`, `grad`, `shard_map` and `Optimizer`: the JAX side of the contract.
+"""`value_and_grad`, `grad` and `shard_map`: the JAX side of the contract.
 
 What lives here: the public functions, their arguments, and one call of them from the
 caller's objects to the caller's objects. What must not: the program of one device
@@ -13,14 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _functional
 from fsdp_jax._join import REDUCTIONS, Request, slots_of
-from fsdp_jax._param import dotted, move, settle_moment, with_value
+from fsdp_jax._param import dotted, move, with_value
 from fsdp_jax._program import Note, Program, execute
 from fsdp_jax._state import check_concrete, sharded_modules
 
@@ -200,7 +199,7 @@ def _request(
             raise ValueError(f"{who}: argnum {number} is repeated in argnums.")
         numbers.append(number)
         filters.append(entry.filter if diff_state else wrt)
-    nnx.filterlib.to_predicate(tuple(filters))  # a TypeError here names a bad filter
+        nnx.filterlib.to_predicate(filters[-1])  # its TypeError names a bad filter
     return Request(
         who,
         f,
@@ -308,6 +307,13 @@ def _differentiated(request, args, nodes, slots, names):
         number %= num_args
         tree, arg_nodes, arrays = all_trees[number]
         predicate = nnx.filterlib.to_predicate(wrt)
+        for slot in tree.slots:
+            if isinstance(slot, tuple):
+                raise TypeError(
+                    f"{request.who}: {names[number]} holds {slot[0]!r}, which is "
+                    "static and so cannot be differentiated. Pass it as an array "
+                    "(jnp.asarray), or leave it out of argnums."
+                )
         node_entries = []
         for node in arg_nodes:
             entries = []
@@ -316,8 +322,17 @@ def _differentiated(request, args, nodes, slots, names):
                     continue
                 if not predicate(path, variable):
                     continue
+                i = slot_of.get(id(variable))
+                if i is None:
+                    if variable.get_raw_value() is None:
+                        continue  # an absent bias, say
+                    raise TypeError(
+                        f"{request.who}: {dotted(path)!r} holds a "
+                        f"{type(variable.get_raw_value()).__name__}, not an array, so "
+                        "it cannot be differentiated. Make it a jnp array, or narrow "
+                        "wrt."
+                    )
                 _check_float(request, dotted(path), variable.dtype)
-                i = slot_of[id(variable)]
                 if i in diff:
                     raise ValueError(
                         f"{request.who}: {dotted(path)!r} of {names[number]} is "
@@ -362,32 +377,3 @@ def _check_float(request: Request, name: str, dtype: Any) -> None:
 def _grad_state(entries, grads) -> Any:
     made = {path: with_value(v, grads[i]) for path, v, i in entries}
     return made[()] if () in made else nnx.from_flat_state(made)
-
-
-class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` whose state rests on the model's mesh from the first step on.
-
-    Moments are sharded as their parameters; the step counter and other scalars are
-    replicated on the mesh, so that a jitted step compiles once instead of twice.
-
-    Args:
-        model: a sharded module, or one that contains some.
-        tx: an optax gradient transformation.
-        wrt: which Variables of the model it updates.
-
-    Raises:
-        ValueError: no sharded module in `model`.
-
-    Source: specification, "The optimizer is constructed with the sharded parameters".
-    """
-
-    def __init__(
-        self, model: Any, tx: optax.GradientTransformation, wrt: Any = nnx.Param
-    ) -> None:
-        mesh = _batch.mesh_of(
-            [model] if _functional.is_node(model) else [], "Optimizer"
-        )
-        super().__init__(model, tx, wrt=wrt)
-        for _, variable in _functional.walk(self):
-            if isinstance(variable, nnx.Variable):
-                settle_moment(variable, mesh)

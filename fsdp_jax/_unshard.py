@@ -7,6 +7,7 @@ forward gathers for itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -22,8 +23,8 @@ class UnshardHandle:
     """
 
     def __init__(self, module: Any, shards: list[Any], full: list[Any]) -> None:
-        # Weakly: the table of started gathers must not keep its own keys alive.
-        self._module = weakref.ref(module)
+        # Weakly: a started gather must not keep its module alive.
+        self._module = weakref.ref(module, functools.partial(_drop, id(module)))
         self._gathered: tuple[list[Any], list[Any]] | None = (shards, full)
 
     @property
@@ -36,6 +37,9 @@ class UnshardHandle:
 
         A parameter that was written since the gather started is gathered anew. After
         `reshard()`, or a forward that used the gather, there is nothing to wait for.
+
+        Raises:
+            RuntimeError: in a traced function, for a module from outside of it.
         """
         module = self._module()
         if self._gathered is None or module is None:
@@ -49,7 +53,7 @@ class UnshardHandle:
         now = group.values()
         if len(now) != len(shards) or any(a is not b for a, b in zip(now, shards)):
             full = gather_own_dtype(module, group)
-        group.set_values(full, full=True)
+        group.keep_values(full, full=True, asked="unshard()")
         set_state(module, forwards_left=state_of(module).num_forwards)
 
     def cancel(self) -> None:
@@ -59,12 +63,17 @@ class UnshardHandle:
 
 # Started gathers, to be used by the next forward or dropped by reshard(). They change
 # what is gathered when, in eager mode only; nothing traced looks here.
-STARTED: weakref.WeakKeyDictionary[Any, UnshardHandle] = weakref.WeakKeyDictionary()
+# By id: a module that is a dataclass cannot be hashed.
+STARTED: dict[int, UnshardHandle] = {}
+
+
+def _drop(key: int, _: Any) -> None:
+    STARTED.pop(key, None)
 
 
 def take_started(module: Any) -> UnshardHandle | None:
     """The started gather of a module, which from now on is the caller's."""
-    return STARTED.pop(module, None)
+    return STARTED.pop(id(module), None)
 
 
 def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
@@ -80,6 +89,7 @@ def reshard_now(module: Any) -> None:
     """Bring a module's group to rest; does nothing more if it is."""
     group, state = group_of(module), state_of(module)
     if group.full:
-        group.set_values(group.shards(divisor_of(state)), full=False)
+        shards = group.shards(divisor_of(state))
+        group.keep_values(shards, full=False, asked="reshard()")
     if state.forwards_left:
         set_state(module, forwards_left=0)

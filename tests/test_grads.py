@@ -725,3 +725,15 @@ def test_models_on_two_meshes_are_refused():
         fsdp_jax.value_and_grad(loss)(
             affine(4), fully_shard(Affine(), mesh=other), rows(8)
         )
+
+
+def test_what_cannot_be_differentiated_is_named():
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    model = fsdp_jax.fully_shard(layer, mesh=helpers.mesh_of(2))
+    x = jnp.ones((4, 8))
+    scaled = fsdp_jax.value_and_grad(lambda m, x, s: jnp.sum(m(x)) * s, argnums=2)
+    with pytest.raises(TypeError, match="'s' holds 2.0, which is static"):
+        scaled(model, x, 2.0)
+    nothing = fsdp_jax.grad(lambda m, x: jnp.sum(m(x)), wrt="head")
+    with pytest.raises(ValueError, match="wrt='head' selects no Variable of .*'m'"):
+        nothing(model, x)

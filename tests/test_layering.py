@@ -31,6 +31,7 @@ ORDER = [
     "_module",
     "_fully_shard",
     "_batch",
+    "_optimizer",
     "_join",
     "_program",
     "_transforms",

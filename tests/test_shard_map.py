@@ -581,3 +581,16 @@ def test_it_needs_a_sharded_module_and_a_function(reference):
         shard_map(forward)(reference, inputs())
     with pytest.raises(TypeError, match="shard_map: f must be callable, got int"):
         shard_map(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_constant_output_is_an_array_like_any_other(model):
+    out = shard_map(lambda model, x: (jnp.float32(2.0), jnp.int32(3)))(model, inputs())
+    assert [float(x) for x in out] == [2.0, 3.0]
+
+
+def test_static_arguments_that_compare_equal_are_told_apart(model, reference):
+    run = shard_map(lambda model, x, scale: (model(x) * scale, type(scale).__name__))
+    for scale in (1, 1.0, True):
+        out, name = run(model, inputs(), scale)
+        assert name == type(scale).__name__
+        assert_close(out, reference(inputs()))

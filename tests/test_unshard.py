@@ -432,3 +432,26 @@ def test_load_state_dict_while_unsharded_is_used_and_kept(net):
     np.testing.assert_allclose(net(inputs()), other(inputs()), 1e-5, 1e-6)
     assert full_names(net) == set()
     np.testing.assert_allclose(net(inputs()), other(inputs()), 1e-5, 1e-6)
+
+
+def test_unshard_of_a_module_from_outside_of_a_trace_is_refused(net):
+    before = net.head.kernel.get_raw_value()
+    with pytest.raises(RuntimeError, match="outside of the function being traced"):
+        jax.jit(lambda x: (net.unshard(), x)[1])(1.0)
+    assert net.head.kernel.get_raw_value() is before
+
+
+def test_a_module_that_cannot_be_hashed_can_be_unsharded_asynchronously(mesh8):
+    @nnx.dataclass
+    class Scale(nnx.Module):
+        scale: nnx.Param
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.scale[...]
+
+    module: Any = fully_shard(Scale(nnx.Param(jnp.arange(8.0))), mesh=mesh8)
+    with pytest.raises(TypeError):
+        hash(module)
+    module.unshard(async_op=True).wait()
+    assert fsdp_jax.local_shape(module.scale) == (8,)
+    np.testing.assert_array_equal(module(jnp.ones(8)), np.arange(8.0))
