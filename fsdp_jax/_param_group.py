@@ -141,6 +141,8 @@ class ParamGroup:
         nothing can be written (see `ManagedVariable.set_value`).
         """
         before, was_full = self.values(), self.full
+        for variable in self.variables:
+            variable._var_metadata.pop(WRITTEN, None)  # what counts is the block
         self.set_values(full, full=True)
         try:
             yield

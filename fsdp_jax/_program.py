@@ -116,6 +116,8 @@ def execute(program: Program, inputs: list[Any]) -> Any:
         return _sharded(program, inputs)
     # keep_unused: two programs that differ in what they ignore must not look alike.
     jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
+    if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
+        return jitted(inputs)  # constants are not in the text then, but arguments
     lowered = jitted.lower(inputs)
     types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
     key = (program.mesh, lowered.as_text(), tuple(types))

@@ -341,14 +341,14 @@ def _differentiated(request, args, nodes, slots, names):
                     )
                 entries.append((path, variable, len(diff)))
                 diff.append(i)
-            if not entries:
-                raise ValueError(
-                    f"{request.who}: wrt={wrt!r} selects no Variable of "
-                    f"{names[number]}, so there is nothing to differentiate. Give a "
-                    "Variable type such as nnx.Param, or a filter such as "
-                    "nnx.PathContains('head'); a str is an nnx tag."
-                )
             node_entries.append(entries)
+        if arg_nodes and not any(node_entries) and not arrays:
+            raise ValueError(
+                f"{request.who}: wrt={wrt!r} selects no Variable of {names[number]}, "
+                "so there is nothing to differentiate. Give a Variable type such as "
+                "nnx.Param, or a filter such as nnx.PathContains('head'); a str is an "
+                "nnx tag."
+            )
         array_entries = []
         for k, x in enumerate(arrays):
             _check_float(request, names[number], x.dtype)
