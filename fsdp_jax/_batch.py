@@ -281,7 +281,8 @@ def shard_batch(batch: Any, model: Any) -> Any:
     where that matters use `jax.make_array_from_process_local_data`.
 
     Args:
-        batch: tree of arrays, `(rows, ...)` of this process; scalars are replicated.
+        batch: tree of arrays, `(rows, ...)` of this process; scalars are replicated. A
+            `jax.ShapeDtypeStruct` stands for the rows of all processes and stays one.
         model: a sharded module, or one that contains some.
 
     Returns:
@@ -300,6 +301,9 @@ def shard_batch(batch: Any, model: Any) -> Any:
 
     def place(keys: Any, x: Any) -> Any:
         path = "batch" + jax.tree_util.keystr(keys)
+        if mesh.compile_only or isinstance(x, jax.ShapeDtypeStruct):
+            x = jax.eval_shape(jnp.asarray, x)
+            return move(x, NamedSharding(mesh.mesh, default_spec(path, x, mesh, who)))
         if not _functional.is_array(x) and not isinstance(x, (bool, int, float)):
             raise TypeError(f"{who}: {path} is a {type(x).__name__}, not an array.")
         if isinstance(x, Tracer):

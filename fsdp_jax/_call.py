@@ -14,15 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
-from fsdp_jax import _collectives, _functional, _schedule
+from fsdp_jax import _collectives, _functional, _ordering, _schedule
 from fsdp_jax._param import ShardReadError
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import (
+    FSDPState,
     check_concrete,
     class_name,
     comm_of,
     group_of,
+    named_sharded_modules,
+    ordering_of,
     set_state,
     sharded_modules,
     state_of,
@@ -41,12 +45,26 @@ def _cast_tree(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree, is_leaf=_functional.is_node)
 
 
+def cast_inputs(state: FSDPState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Cast floating inputs as the policy asks."""
+    policy = state.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return _cast_tree((args, kwargs), policy.param_dtype)
+
+
+def cast_carry(state: FSDPState, carry: Any) -> Any:
+    """Cast the input of a first layer to what every layer returns."""
+    policy = state.mp_policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    dtype = policy.output_dtype or dtype
+    return carry if dtype is None else _cast_tree(carry, dtype)
+
+
 def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a method of a sharded module on its gathered parameters."""
     state = state_of(module)
-    policy = state.mp_policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args, kwargs = _cast_tree((args, kwargs), policy.param_dtype)
+    args, kwargs = cast_inputs(state, args, kwargs)
     if state.window:
         output = function(module, *args, **kwargs)
     else:
@@ -59,26 +77,27 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
         else:
             run = _call_eager
         output = run(module, group, function, args, kwargs)
-    if policy.output_dtype is not None:
-        output = _cast_tree(output, policy.output_dtype)
+    if state.mp_policy.output_dtype is not None:
+        output = _cast_tree(output, state.mp_policy.output_dtype)
     return output
 
 
 @contextmanager
 def _window(module: Any, group: ParamGroup, full: list[Any]) -> Iterator[None]:
     """Hold full parameters for one call; on the way out all is as it was."""
-    inner = [m for m in sharded_modules(module) if m is not module]
-    before = [state_of(m).inside for m in inner]
+    own = state_of(module).path
+    inner = [pair for pair in named_sharded_modules(module) if pair[1] is not module]
+    before = [(state_of(m).inside, state_of(m).path) for _, m in inner]
     with group.holding(full):
         set_state(module, window=True)
-        for m in inner:
-            set_state(m, inside=True)
+        for path, m in inner:
+            set_state(m, inside=True, path=f"{own}.{path}" if own else path)
         try:
             yield
         finally:
             set_state(module, window=False)
-            for m, inside in zip(inner, before, strict=True):
-                set_state(m, inside=inside)
+            for (_, m), (inside, path) in zip(inner, before, strict=True):
+                set_state(m, inside=inside, path=path)
 
 
 def _cast_values(group: ParamGroup, dtype: Any) -> list[Any]:
@@ -133,89 +152,162 @@ def _call_per_device(module, group, function, args, kwargs) -> Any:
         with _window(module, group, full):
             return function(module, *args, **kwargs)
     group.check_shards()
-    comm = comm_of(module, group)
     free = state.reshard_after_forward
     if free is None:
         free = state.inside
-    if free and int(free) == 1 and group.variables:
-        return _call_regathered(module, group, comm, function, args, kwargs)
-    with _window(module, group, _schedule.gather_kept(group.values(), comm)):
-        return function(module, *args, **kwargs)
+    # A recomputation gathers anyway, and what it gathers lives no longer than needed.
+    free = free and int(free) == 1 and not _ordering.in_checkpoint()
+    taken = _functional.take((args, kwargs))
+    with _ordering.log() as log:
+        schedule = schedule_of(state, log)
+        anchors = schedule.begin_forward([x for x in taken[2] if isinstance(x, Tracer)])
+        if free and group.variables:
+            return _call_regathered(module, group, function, taken, schedule, anchors)
+        comm = comm_of(module, group)
+        full = _schedule.gather_kept(group.values(), comm, log, anchors)
+        with _window(module, group, full):
+            return function(module, *args, **kwargs)
 
 
-def _call_regathered(module, group, comm, function, args, kwargs) -> Any:
+def schedule_of(state: FSDPState, log: _ordering.Log) -> _schedule.Schedule:
+    """What one call of a module waits for."""
+    return _schedule.Schedule(
+        ordering_of(state),
+        log,
+        state.key,
+        state.forward_prefetch,
+        state.backward_prefetch,
+    )
+
+
+def _call_regathered(module, group, function, taken, schedule, anchors) -> Any:
     """Run the call as a function of arrays whose gathered parameters are freed."""
-
-    def own(path, _):
-        return path[0] == 0
-
-    taken, nodes, arrays = _functional.take((args, kwargs))
-    notes: dict[str, Any] = {}
     with nnx.update_context(_functional.TAG):
-        graphdef, params, rest = _functional.split_outer(
-            (group.variables, module, nodes, []), own, ...
+        body = Body(module, group, function, taken)
+        others = [jnp.asarray(x) for x in (*body.state, *body.arrays)]
+        comm, shards = comm_of(module, group), group.values()
+        with noting_hidden_tracers():
+            results = _schedule.run_regathered(
+                body, shards, others, comm, schedule, anchors
+            )
+        return body.finish(results, body.state)
+
+
+def _first(path: Any, _: Any) -> bool:
+    return path[0] == 0
+
+
+class Body:
+    """A method of a module as a function of arrays: the body of a call.
+
+    To be used inside `nnx.update_context(TAG)`, in which it is made.
+
+    Attributes:
+        state: arrays of everything below the module and the arguments that is no
+            parameter of the group.
+        arrays: array arguments.
+    """
+
+    def __init__(self, module: Any, group: ParamGroup, function: Callable, taken: Any):
+        self._module, self._group, self._function = module, group, function
+        self._taken, self._nodes, self.arrays = taken
+        self._graphdef, params, rest = _functional.split_outer(
+            (group.variables, module, self._nodes, []), _first, ...
         )
-        taken_rest, rest_arrays = _functional.take_arrays(rest)
-        num_rest, params_tree = len(rest_arrays), jax.tree.structure(params)
+        self._taken_rest, self.state = _functional.take_arrays(rest)
+        self._params_tree = jax.tree.structure(params)
+        self._notes: dict[str, Any] = {}
 
-        def body(full, others):
-            tracked = not notes
-            variables, copy, copies, _ = _functional.merge_inner(
-                graphdef,
-                jax.tree.unflatten(params_tree, full),
-                taken_rest.put((), others[:num_rest]),
-                tracked=tracked,
-            )
-            in_args, in_kwargs = taken.put(copies, others[num_rest:])
-            try:
-                with _window(copy, ParamGroup(variables, group.mesh), full):
-                    output = function(copy, *in_args, **in_kwargs)
-            except ShardReadError as error:
-                if (path := _functional.find(copy, error.variable)) is not None:
-                    error.variable = dict(_functional.walk(module))[path]
-                raise
-            taken_out, out_nodes, out_arrays = _functional.take(output)
-            graphdef_out, params_out, rest_out = _functional.split_inner(
-                (variables, copy, copies, out_nodes), own, ..., tracked=tracked
-            )
-            taken_state, state_arrays = _functional.take_arrays(rest_out)
-            if tracked:
-                inputs = {id(x): i for i, x in enumerate(others[:num_rest])}
-                notes.update(
-                    graphdef=graphdef_out,
-                    params=jax.tree.structure(params_out),
-                    state=taken_state,
-                    sources=[inputs.get(id(x)) for x in state_arrays],
-                    output=taken_out,
-                    returns_nodes=bool(out_nodes),
-                )
-            changed = [x for x, s in zip(state_arrays, notes["sources"]) if s is None]
-            return [jnp.asarray(x) for x in (*changed, *out_arrays)]
+    def __call__(self, full: list[Any], others: list[Any]) -> list[Any]:
+        """Run it.
 
-        shards = group.values()
-        others = [jnp.asarray(x) for x in (*rest_arrays, *arrays)]
+        Args:
+            full: parameters of the group, gathered.
+            others: arrays in the places of `state` and `arrays`.
+
+        Returns:
+            The arrays of the state that changed, then those of the output.
+        """
+        notes, num_state = self._notes, len(self.state)
+        tracked = not notes
+        variables, copy, copies, _ = _functional.merge_inner(
+            self._graphdef,
+            jax.tree.unflatten(self._params_tree, full),
+            self._taken_rest.put((), others[:num_state]),
+            tracked=tracked,
+        )
+        args, kwargs = self._taken.put(copies, others[num_state:])
         try:
-            results = iter(_schedule.run_regathered(body, shards, others, comm))
-        except jax.errors.UnexpectedTracerError as error:
-            error.add_note(_HIDDEN_TRACER)
+            with _window(copy, ParamGroup(variables, self._group.mesh), full):
+                output = self._function(copy, *args, **kwargs)
+        except ShardReadError as error:
+            if (path := _functional.find(copy, error.variable)) is not None:
+                error.variable = dict(_functional.walk(self._module))[path]
             raise
-        sources, graphdef_out = notes["sources"], notes["graphdef"]
-        state = [next(results) if s is None else rest_arrays[s] for s in sources]
+        taken_out, out_nodes, out_arrays = _functional.take(output)
+        graphdef, params, rest = _functional.split_inner(
+            (variables, copy, copies, out_nodes), _first, ..., tracked=tracked
+        )
+        taken_state, state = _functional.take_arrays(rest)
+        if tracked:
+            inputs = {id(x): i for i, x in enumerate(others[:num_state])}
+            notes.update(
+                graphdef=graphdef,
+                params=jax.tree.structure(params),
+                state=taken_state,
+                sources=[inputs.get(id(x)) for x in state],
+                output=taken_out,
+                returns_nodes=bool(out_nodes),
+            )
+        changed = [x for x, s in zip(state, notes["sources"]) if s is None]
+        return [jnp.asarray(x) for x in (*changed, *out_arrays)]
+
+    @property
+    def output(self) -> _functional.Taken:
+        """The output without its arrays, once the body has run."""
+        return self._notes["output"]
+
+    @property
+    def restructures(self) -> bool:
+        """Whether the body returned nodes or made the module another graph."""
+        before, after = self._graphdef, self._notes["graphdef"]
+        same = after.with_no_outer_index() == before.with_no_outer_index()
+        return self._notes["returns_nodes"] or not same
+
+    def finish(self, results: list[Any], state: list[Any]) -> Any:
+        """Write what changed into the module and the arguments.
+
+        Args:
+            results: as the body returned them.
+            state: what the arrays of the state were.
+
+        Returns:
+            The output.
+        """
+        notes, rest = self._notes, iter(results)
+        sources = notes["sources"]
+        state = [next(rest) if s is None else state[s] for s in sources]
         out_nodes: list[Any] = []
-        if (
-            None in sources
-            or notes["returns_nodes"]
-            or graphdef_out.with_no_outer_index() != graphdef.with_no_outer_index()
-        ):
+        if None in sources or self.restructures:
             # Only then: inside a loop over a module from outside of it, NNX refuses any
             # write, and rightly so if there is something to carry out.
-            _functional.check_writable((module, nodes))
+            _functional.check_writable((self._module, self._nodes))
             *_, out_nodes = _functional.merge_outer(
-                graphdef_out,
-                jax.tree.unflatten(notes["params"], shards),
+                notes["graphdef"],
+                jax.tree.unflatten(notes["params"], self._group.values()),
                 notes["state"].put((), state),
             )
-        return notes["output"].put(out_nodes, results)
+        return notes["output"].put(out_nodes, rest)
+
+
+@contextmanager
+def noting_hidden_tracers() -> Iterator[None]:
+    """Say in JAX's error on a leaked tracer where it may have come from."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(_HIDDEN_TRACER)
+        raise
 
 
 _HIDDEN_TRACER = (

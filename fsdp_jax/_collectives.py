@@ -7,6 +7,7 @@ Variables, or what happens between a gather and its scatter.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class GroupComm:
         reduce_dtype: gradients are summed in it; None: as they were computed.
         divisor: what the sum over devices is divided by.
         threshold_bytes: full members under this size share a buffer.
-        name: module name on the collectives in profiles.
+        name: path of the module, on the collectives in profiles.
     """
 
     mesh: MeshInfo
@@ -79,12 +80,15 @@ def _rows_back(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
     return joined.reshape(full)
 
 
-def gather_group(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
+def gather_group(
+    shards: Sequence[Array], comm: GroupComm, kind: str = "gather"
+) -> list[Array]:
     """Gather the full arrays of a group, small ones in one collective per dtype.
 
     Args:
         shards: one array per member: the shard, or the whole for a dim of None.
         comm: how the group travels.
+        kind: "gather" or "regather", for the name in profiles.
 
     Returns:
         One full array per member, in `comm.param_dtype` where floating.
@@ -101,13 +105,30 @@ def gather_group(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
         members = [cut[m] for m in bucket.members]
         if not bucket.packed:
             (i,) = members
-            full[i] = _all_gather(shards[i], comm, _dim(comm, i))
+            full[i] = _all_gather(shards[i], comm, _dim(comm, i), kind)
             continue
         flat = jnp.concatenate([shards[i].reshape(-1) for i in members])
-        rows = _all_gather(flat[None], comm, 0)
+        rows = _all_gather(flat[None], comm, 0, kind)
         for i, piece in zip(members, _split(rows, [shards[i].size for i in members])):
             full[i] = _rows_back(piece, shards[i].shape, _dim(comm, i))
     return full
+
+
+def packed_members(full: Sequence[Any], comm: GroupComm) -> set[int]:
+    """Positions of the members that do not travel in a collective of their own.
+
+    Args:
+        full: arrays of the group when gathered, or their shapes and dtypes.
+        comm: how the group travels.
+    """
+    cut = [i for i, dim in enumerate(comm.dims) if dim is not None]
+    buckets = _layout.make_buckets(
+        [full[i].shape for i in cut],
+        [full[i].dtype for i in cut],
+        comm.threshold_bytes,
+    )
+    alone = {cut[m] for bucket in buckets if not bucket.packed for m in bucket.members}
+    return set(range(len(comm.dims))) - alone
 
 
 def scatter_group(
@@ -177,19 +198,21 @@ def _split(rows: Array, sizes: Sequence[int]) -> list[Array]:
     return pieces
 
 
-def _all_gather(x: Array, comm: GroupComm, dim: int) -> Array:
-    # Minor axis first: one collective per mesh axis keeps each on its own torus ring.
-    with jax.named_scope(f"fsdp/{comm.name}/all_gather"):
-        for axis, size in reversed(
-            list(zip(comm.mesh.shard_axes, comm.mesh.axis_sizes))
-        ):
-            if size > 1:
-                x = jax.lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True)
+def _scope(kind: str, name: str):
+    """Names a collective in profiles and reports: `fsdp:gather:blocks.3`."""
+    plain = re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII)  # a scope is a path
+    return jax.named_scope(f"fsdp:{kind}:{plain}")
+
+
+def _all_gather(x: Array, comm: GroupComm, dim: int, kind: str) -> Array:
+    with _scope(kind, comm.name):
+        for axes in comm.mesh.gather_stages:
+            x = jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)
     return x
 
 
 def _reduce_scatter(x: Array, comm: GroupComm, dim: int) -> Array:
-    with jax.named_scope(f"fsdp/{comm.name}/reduce_scatter"):
+    with _scope("reduce_scatter", comm.name):
         for axis, size in zip(comm.mesh.shard_axes, comm.mesh.axis_sizes):
             if size > 1:
                 x = jax.lax.psum_scatter(
@@ -230,12 +253,13 @@ def device_index(mesh: MeshInfo) -> Array:
     return jax.lax.axis_index(mesh.shard_axes)
 
 
-def sum_over_devices(x, mesh: MeshInfo):
+def sum_over_devices(x, mesh: MeshInfo, name: str):
     """Sum a pytree over the data devices in as few collectives as XLA can."""
-    return jax.lax.psum(x, mesh.shard_axes) if mesh.num_shards > 1 else x
+    with _scope("all_reduce", name):
+        return jax.lax.psum(x, mesh.shard_axes) if mesh.num_shards > 1 else x
 
 
-def mean_over_devices(x, mesh: MeshInfo):
+def mean_over_devices(x, mesh: MeshInfo, name: str):
     """Mean of a pytree of floating arrays over the data devices."""
-    n = mesh.num_shards
-    return jax.tree.map(lambda s: s / n if n > 1 else s, sum_over_devices(x, mesh))
+    n, total = mesh.num_shards, sum_over_devices(x, mesh, name)
+    return jax.tree.map(lambda s: s / n if n > 1 else s, total)

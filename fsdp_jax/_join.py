@@ -99,21 +99,24 @@ def as_spec(spec: PartitionSpec) -> Callable:
 
 def state_rule(request: Request, mesh: MeshInfo, slot: Slot, new: bool) -> Callable:
     """How a Variable that `f` changed or made becomes global."""
+    name = dotted(slot.path[2:])
 
     def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
         if slot.managed or issubclass(slot.kind, nnx.RngState) or not differ:
             return value, slot.spec
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         if issubclass(slot.kind, nnx.BatchStat) and floating:
-            return _collectives.mean_over_devices(value, mesh), PartitionSpec()
+            return _collectives.mean_over_devices(value, mesh, name), PartitionSpec()
         if new or issubclass(slot.kind, nnx.Intermediate):
             if value.ndim:
                 return value, _batch.data_spec(mesh)
             if floating:
-                return _collectives.mean_over_devices(value, mesh), PartitionSpec()
+                return _collectives.mean_over_devices(
+                    value, mesh, name
+                ), PartitionSpec()
         raise ValueError(
             f"{request.who}: f changed the {slot.kind.__name__} "
-            f"{dotted(slot.path[2:])!r} to values that differ between devices, and "
+            f"{name!r} to values that differ between devices, and "
             "only BatchStat updates are averaged. Make the value the same everywhere "
             f"(jax.lax.psum over {mesh.shard_axes}), or return it as an output."
         )
@@ -148,7 +151,9 @@ def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
             if not differ:
                 return value, PartitionSpec()
             if jnp.issubdtype(value.dtype, jnp.floating):
-                return _collectives.mean_over_devices(value, mesh), PartitionSpec()
+                return _collectives.mean_over_devices(
+                    value, mesh, "output"
+                ), PartitionSpec()
             raise TypeError(
                 f"{request.who}: f returned a {value.dtype} scalar that differs "
                 f"between devices (output{path}). Return it as a float to have it "

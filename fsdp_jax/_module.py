@@ -1,7 +1,7 @@
-"""`FSDPModule`: the class swap, the knobs, the registered forward methods.
+"""`FSDPModule`: the class swap, unshard and reshard, the registered forward methods.
 
 The only file that writes `__class__` of a module. What must not live here: validation
-of `fully_shard`'s arguments, and what a call does (`_call`).
+of `fully_shard`'s arguments, what a call does (`_call`), and the setters (`_knobs`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flax import nnx
 
 from fsdp_jax import _state_dict
 from fsdp_jax._call import call
+from fsdp_jax._knobs import Knobs
 from fsdp_jax._state import (
     STATE,
     SUFFIX,
@@ -37,7 +38,7 @@ from fsdp_jax._unshard import (
 )
 
 
-class FSDPModule(nnx.Module):
+class FSDPModule(Knobs):
     """Methods that `fully_shard` adds to a module.
 
     Never made directly: `fully_shard(module)` turns `type(module)` into a subclass of
@@ -117,55 +118,6 @@ class FSDPModule(nnx.Module):
         if handle := take_started(self):
             handle.cancel()
         reshard_now(self)
-
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, recurse: bool = True
-    ) -> None:
-        """Set whether gathered parameters are freed after forward.
-
-        Args:
-            reshard_after_forward: True frees them and gathers again in backward, also
-                for the root; False keeps them.
-            recurse: whether inner sharded modules are set too.
-
-        Raises:
-            ValueError: not a bool.
-
-        Source: specification, table of knobs; PyTorch.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                "set_reshard_after_forward: expected a bool, got "
-                f"{reshard_after_forward!r}. Integers and None can only be given to "
-                "fully_shard."
-            )
-        for module in sharded_modules(self) if recurse else [self]:
-            set_state(module, reshard_after_forward=reshard_after_forward)
-
-    def set_packing_threshold_bytes(
-        self, threshold_bytes: int, *, recurse: bool = True
-    ) -> None:
-        """Set under which size parameters share one collective per dtype.
-
-        Args:
-            threshold_bytes: full parameters of fewer bytes are packed; 0 packs none.
-            recurse: whether inner sharded modules are set too.
-
-        Raises:
-            ValueError: not an int, or negative.
-
-        Source: README, "What happens when".
-        """
-        number = isinstance(threshold_bytes, int) and not isinstance(
-            threshold_bytes, bool
-        )
-        if not number or threshold_bytes < 0:
-            raise ValueError(
-                "set_packing_threshold_bytes: expected a number of bytes, 0 or more, "
-                f"got {threshold_bytes!r}."
-            )
-        for module in sharded_modules(self) if recurse else [self]:
-            set_state(module, threshold_bytes=threshold_bytes)
 
     def reset_iter_state(self) -> None:
         """Bring this module and all inner ones back to rest, after a caught exception.

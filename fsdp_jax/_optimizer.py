@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
@@ -18,7 +19,8 @@ class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` whose state rests on the model's mesh from the first step on.
 
     Moments are sharded as their parameters; the step counter and other scalars are
-    replicated on the mesh, so that a jitted step compiles once instead of twice.
+    replicated on the mesh, so that a jitted step compiles once instead of twice. On a
+    mesh of devices that do not exist (`fsdp_jax.plan`) the state is abstract.
 
     Args:
         model: a sharded module, or one that contains some.
@@ -37,7 +39,17 @@ class Optimizer(nnx.Optimizer):
         mesh = _batch.mesh_of(
             [model] if _functional.is_node(model) else [], "Optimizer"
         )
-        super().__init__(model, tx, wrt=wrt)
+        super().__init__(model, _on_shapes(tx) if mesh.compile_only else tx, wrt=wrt)
+        self.tx = tx
         for _, variable in _functional.walk(self):
             if isinstance(variable, nnx.Variable):
                 settle_moment(variable, mesh)
+
+
+def _on_shapes(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation with an `init` that only computes shapes."""
+
+    def init(params: Any) -> Any:
+        return jax.eval_shape(tx.init, params)
+
+    return optax.GradientTransformation(init, tx.update)

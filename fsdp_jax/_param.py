@@ -313,7 +313,9 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
     NNX copies a parameter's metadata to its moments, the spec among it.
     """
     spec, value = variable.get_metadata(METADATA, None), variable.get_raw_value()
-    if not isinstance(value, jax.Array) or mesh.per_device():
+    if mesh.compile_only and isinstance(value, jax.Array):
+        value = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or mesh.per_device():
         return
     cut = isinstance(spec, ParamSpec) and spec.dim is not None and spec.fits(value)
     dim = spec.dim if cut else None

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _collectives, _functional
+from fsdp_jax import _collectives, _functional, _ordering
 from fsdp_jax._collectives import Static
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._join import (
@@ -35,7 +35,7 @@ from fsdp_jax._join import (
 )
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._param import ShardReadError, dotted
-from fsdp_jax._state import group_of, set_state, sharded_modules, state_of
+from fsdp_jax._state import group_of, named_sharded_modules, set_state, state_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,11 @@ def execute(program: Program, inputs: list[Any]) -> Any:
 def _device_program(program: Program, inputs: list[jax.Array]) -> Any:
     """Trace the local program, see what differs between devices, join accordingly."""
     found: dict[str, Any] = {}
-    local = functools.partial(_local_program, program, found)
+
+    def local(inputs):
+        with _ordering.log():  # inside: it lets go of its arrays before the trace ends
+            return _local_program(program, found, inputs)
+
     closed = jax.make_jaxpr(local)(inputs)
     # An output that is a constant comes out of the jaxpr as a Python number.
     flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]
@@ -182,7 +186,8 @@ def _local_program(program: Program, found: dict, inputs: list[jax.Array]) -> li
         cut = program.in_specs[i] != PartitionSpec()
         scale = mesh.num_shards if request.reduction == "mean" else 1
         if not cut:
-            g = _collectives.sum_over_devices(g, mesh)
+            name = dotted(slot.path[1:]) if slot else "gradient"
+            g = _collectives.sum_over_devices(g, mesh, name)
         if not (cut and slot is not None and slot.managed) and scale != 1:
             g = g / scale
         finished.append(g)
@@ -196,14 +201,14 @@ def _reduced_loss(request: Request, mesh: MeshInfo, loss: Any) -> tuple[Any, Any
     if request.reduction == "weighted":
         loss, weight = loss
         wide = (_widened(loss), _widened(weight))
-        total, weight_sum = _collectives.sum_over_devices(wide, mesh)
+        total, weight_sum = _collectives.sum_over_devices(wide, mesh, "loss")
         value, one = total / weight_sum, 1 / weight_sum.astype(total.dtype)
         if jnp.issubdtype(weight.dtype, jnp.inexact):
             weight_cotangent = (-value * one).astype(weight.dtype)
         else:
             weight_cotangent = np.zeros((), jax.dtypes.float0)
         return value.astype(loss.dtype), (one.astype(loss.dtype), weight_cotangent)
-    value = _collectives.sum_over_devices(_widened(loss), mesh)
+    value = _collectives.sum_over_devices(_widened(loss), mesh, "loss")
     if request.reduction == "mean" and mesh.num_shards > 1:
         value = value / mesh.num_shards
     return value.astype(loss.dtype), jnp.ones_like(loss)
@@ -223,15 +228,16 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
     nodes = _functional.merge_inner(
         program.graphdef, program.state.put((), held), tracked=True
     )
-    modules = [m for node in nodes for m in sharded_modules(node)]
+    named = [pair for node in nodes for pair in named_sharded_modules(node)]
+    modules = [m for _, m in named]
     states = [state_of(m) for m in modules]
     at_rest = dict(window=False, inside=False, forwards_left=0)
     divisor = None if request.reduction == "mean" else 1.0
     groups = [group_of(m) for m in modules]
     full = [group.full for group in groups]
-    for module, group in zip(modules, groups):
+    for (path, module), group in zip(named, groups):
         group.mark(False)
-        set_state(module, divisor=divisor, **at_rest)
+        set_state(module, divisor=divisor, path=path, **at_rest)
     args, kwargs = program.taken.put(nodes, arrays[num_state:])
     try:
         output = request.f(*args, **kwargs)
@@ -244,7 +250,7 @@ def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, l
         module.reshard()
         group.mark(was_full)
         before_call = {name: getattr(state, name) for name in at_rest}
-        set_state(module, divisor=state.divisor, **before_call)
+        set_state(module, divisor=state.divisor, path=state.path, **before_call)
     loss = None
     if request.argnums is not None:
         loss, output = _split_loss(request, output)

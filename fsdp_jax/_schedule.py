@@ -4,7 +4,7 @@ Two ways to run a module on its gathered parameters inside a per-device program:
 `gather_kept` leaves them to the differentiation, which saves them for backward;
 `run_regathered` replaces every saved value that the parameters alone determine by a
 second gather in backward. What must not live here: modules and Variables; everything
-is a function of arrays.
+is a function of arrays. What the steps wait for is decided in `_ordering`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,133 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from fsdp_jax._collectives import GroupComm, Static, gather_group, scatter_group
+from fsdp_jax._collectives import (
+    GroupComm,
+    Static,
+    gather_group,
+    packed_members,
+    scatter_group,
+)
 from fsdp_jax._dependence import depends_on, evaluate
+from fsdp_jax._ordering import Anchors, Log, Ordering, after, floating
 
 Array = jax.Array
 Body = Callable[[list[Array], list[Array]], list[Array]]
 
 
-def _zeros(zero: Any) -> Array:
+def zeros_of(zero: Any) -> Array:
     return jnp.zeros(zero.shape, zero.dtype)
 
 
-def _is_inexact(x: Array) -> bool:
+def is_inexact(x: Array) -> bool:
+    """Whether an array can have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def gather_kept(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What one call of a module waits for, and where it says so.
+
+    Attributes:
+        ordering: what its collectives wait for by default.
+        log: of the program that the call is part of.
+        key: how prefetching modules name this one; None if none does.
+        forward_prefetch: keys of the modules gathered with it in forward.
+        backward_prefetch: the same in backward.
+    """
+
+    ordering: Ordering
+    log: Log
+    key: str | None = None
+    forward_prefetch: tuple[str, ...] = ()
+    backward_prefetch: tuple[str, ...] = ()
+
+    def begin_forward(self, inputs: Sequence[Array]) -> Anchors:
+        """Note that the module is called. Returns what its gather waits for."""
+        return self.log.begin(
+            "forward",
+            floating(inputs),
+            self.ordering.forward,
+            self.key,
+            self.forward_prefetch,
+        )
+
+    def begin_backward(
+        self, shards: list[Array], cotangents: list[Array], first: set[int]
+    ) -> tuple[list[Array], list[Array]]:
+        """Hold the shards back until the gather of backward may start.
+
+        Without it XLA:TPU moves all second gathers to the front of backward and puts
+        every reduction off to its end: 3478 MiB at the peak instead of 1396 (jax
+        0.10.2, libtpu 0.0.42, v5e 4x4, 12 blocks, 740 M parameters). It also keeps XLA
+        from merging the second gather with the first one.
+        """
+        anchors = self.log.begin(
+            "backward",
+            cotangents,
+            self.ordering.backward,
+            self.key,
+            self.backward_prefetch,
+        )
+        held, late = hold(shards, anchors, first)
+        # Its own gradients go on from behind the barrier, all others stay as they are.
+        same = [a is c for a, c in zip(anchors.late, cotangents)]
+        own = len(late) == len(cotangents) and all(same)
+        return held, late if own else cotangents
+
+    def end_backward(
+        self, grads: list[Array | None], input_grads: list[Array | None]
+    ) -> tuple[list[Array | None], list[Array | None]]:
+        """Hand the input gradients on when the reductions have come far enough."""
+        earlier = self.log.reduced()
+        self.log.reduce(grads)
+        if self.ordering.reduction == "own":
+            grads, input_grads = _after_some(grads, input_grads)
+        elif self.ordering.reduction == "previous":
+            _, input_grads = _after_some(earlier, input_grads)
+        return grads, input_grads
+
+
+def hold(
+    shards: list[Array], anchors: Anchors, first: set[int]
+) -> tuple[list[Array], list[Array]]:
+    """Hold shards back; those at the positions `first` for the early anchors only.
+
+    Returns:
+        The shards, and the late anchors as they come out of the barrier.
+    """
+    if anchors.early is anchors.late:
+        return after(shards, anchors.late)
+    early, _ = after([s for i, s in enumerate(shards) if i in first], anchors.early)
+    rest = [s for i, s in enumerate(shards) if i not in first]
+    rest, late = after(rest, anchors.late)
+    sources = iter(early), iter(rest)
+    return [next(sources[i not in first]) for i in range(len(shards))], late
+
+
+def _after_some(
+    first: Sequence[Array | None], then: Sequence[Array | None]
+) -> tuple[list[Array | None], list[Array | None]]:
+    """`after` for lists with gaps."""
+    held, done = after(
+        [x for x in then if x is not None], [x for x in first if x is not None]
+    )
+    held, done = iter(held), iter(done)
+    return (
+        [None if x is None else next(done) for x in first],
+        [None if x is None else next(held) for x in then],
+    )
+
+
+def gather_kept(
+    shards: Sequence[Array],
+    comm: GroupComm,
+    log: Log | None = None,
+    anchors: Anchors | None = None,
+    kind: str = "gather",
+) -> list[Array]:
     """Gather a group; in backward reduce-scatter the gradients of the full arrays.
 
     Members that are not differentiated, or whose gradient is zero for want of use, are
@@ -42,40 +151,53 @@ def gather_kept(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     Args:
         shards: one array per member of the group.
         comm: how the group travels.
+        log: told about the reductions; None if the caller does that.
+        anchors: arrays that the gather waits for; the early ones, as it is not known
+            what is read first.
+        kind: of the gather, for its name in profiles.
 
     Returns:
         The full arrays.
     """
     dtypes = [s.dtype for s in shards]
+    waits = anchors.early if anchors is not None else []
 
-    def plain(shards):
-        return gather_group(shards, comm)
+    def plain(shards, waits):
+        return gather_group(after(shards, waits)[0], comm, kind)
 
-    def forward(shards):
+    def forward(shards, waits):
         needed = Static([s.perturbed for s in shards])
-        return gather_group([s.value for s in shards], comm), needed
+        values = [s.value for s in shards], [w.value for w in waits]
+        return gather(*values), needed  # itself: gradients of gradients come here
 
     def backward(needed, cotangents):
         grads = [
             None if isinstance(c, SymbolicZero) or not n else c
             for n, c in zip(needed.value, cotangents, strict=True)
         ]
-        return (scatter_group(grads, dtypes, comm),)
+        reduced = scatter_group(grads, dtypes, comm)
+        if log is not None:
+            log.reduce(reduced)
+        return reduced, [None] * len(waits)
 
     gather = jax.custom_vjp(plain)
     gather.defvjp(forward, backward, symbolic_zeros=True)
-    return gather(list(shards))
+    return gather(list(shards), waits)
 
 
 @dataclasses.dataclass
-class _Saved:
+class Saved:
     """What backward needs to know of one forward, next to the saved arrays.
 
     Attributes:
         program: the traced forward: outputs, then everything differentiation saves.
         from_params: per output of `program`: whether the parameters alone give it.
         vjp_tree: structure of the saved values.
-        diff: differentiated members, others and outputs, by position.
+        diff_members: positions of the members that are differentiated.
+        diff_others: positions of the other arrays that are.
+        diff_outputs: positions of the outputs that have gradients.
+        first_read: the member that forward needs before the others, packed ones apart.
+        last_read: the one that backward needs before the others.
     """
 
     program: ClosedJaxpr
@@ -84,10 +206,28 @@ class _Saved:
     diff_members: list[int]
     diff_others: list[int]
     diff_outputs: list[int]
+    first_read: set[int]
+    last_read: set[int]
+
+    @property
+    def num_outputs(self) -> int:
+        """How many results of `program` are outputs of the body."""
+        return len(self.from_params) - self.vjp_tree.num_leaves
+
+    def run(self, full: list[Array], others: list[Array]) -> tuple[list, list]:
+        """Run the forward. Returns the outputs, and the arrays to keep for backward."""
+        results = jaxpr_as_fun(self.program)(*full, *others)
+        kept = [r for r, p in zip(results, self.from_params) if not p]
+        return results[: self.num_outputs], kept[self.num_outputs :]
 
 
 def run_regathered(
-    body: Body, shards: Sequence[Array], others: Sequence[Array], comm: GroupComm
+    body: Body,
+    shards: Sequence[Array],
+    others: Sequence[Array],
+    comm: GroupComm,
+    schedule: Schedule,
+    anchors: Anchors,
 ) -> list[Array]:
     """Run `body` on gathered parameters that are freed until backward.
 
@@ -101,40 +241,45 @@ def run_regathered(
         shards: one array per member of the group.
         others: every other array that `body` reads.
         comm: how the group travels.
+        schedule: what the collectives of backward wait for.
+        anchors: arrays that the gather of forward waits for.
 
     Returns:
         The outputs of `body`.
     """
     dtypes = [s.dtype for s in shards]
+    no_grads = tuple([None] * len(arrays) for arrays in anchors)
 
-    def plain(shards, others):
-        return body(gather_kept(shards, comm), others)
+    def plain(shards, others, anchors):
+        return body(gather_kept(shards, comm, None, Anchors(*anchors)), others)
 
-    def forward(shards, others):
-        full = gather_kept([s.value for s in shards], comm)
+    def forward(shards, others, anchors):
+        early, late = ([a.value for a in arrays] for arrays in anchors)
         values = [o.value for o in others]
         diff_members = [i for i, s in enumerate(shards) if s.perturbed]
         diff_others = [i for i, o in enumerate(others) if o.perturbed]
-        outputs, arrays, saved = _trace_forward(
-            body, full, values, diff_members, diff_others
-        )
-        return outputs, ([s.value for s in shards], arrays, Static(saved))
+        shards = [s.value for s in shards]
+        full = jax.eval_shape(lambda x: gather_group(x, comm), shards)
+        saved = trace_forward(body, full, values, diff_members, diff_others, comm)
+        held, _ = hold(shards, Anchors(early, late), saved.first_read)
+        outputs, kept = saved.run(gather_kept(held, comm), values)
+        return outputs, (shards, kept, Static(saved))
 
     def backward(residuals, cotangents):
         shards, arrays, static = residuals
-        saved: _Saved = static.value
+        saved: Saved = static.value
         grads: list[Array | None] = [None] * len(shards)
         other_grads: list[Array | None] = [None] * len(others)
         cotangents = [cotangents[i] for i in saved.diff_outputs]
         real = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         if not real:
-            return grads, other_grads
-        shards, real = _after(shards, real)
-        full = gather_kept(shards, comm)
-        vjp = _rebuild_vjp(saved, full, arrays, len(others))
+            return grads, other_grads, no_grads
+        held, real = schedule.begin_backward(shards, real, saved.last_read)
+        full = gather_kept(held, comm, kind="regather")
+        vjp = rebuild_vjp(saved, full, arrays, [None] * len(others))
         arrived = iter(real)
         cotangents = [
-            _zeros(c) if isinstance(c, SymbolicZero) else next(arrived)
+            zeros_of(c) if isinstance(c, SymbolicZero) else next(arrived)
             for c in cotangents
         ]
         member_cts, other_cts = vjp(cotangents)
@@ -142,36 +287,35 @@ def run_regathered(
             grads[i] = ct
         for i, ct in zip(saved.diff_others, other_cts, strict=True):
             other_grads[i] = ct
-        return scatter_group(grads, dtypes, comm), other_grads
+        grads, other_grads = schedule.end_backward(
+            scatter_group(grads, dtypes, comm), other_grads
+        )
+        return grads, other_grads, no_grads
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), list(others))
+    return run(list(shards), list(others), tuple(anchors))
 
 
-def _after(shards: list[Array], arrays: list[Array]) -> tuple[list, list]:
-    """Hold the shards back until `arrays` exist, so that a gather cannot start sooner.
-
-    Without it XLA:TPU moves all second gathers to the front of backward and puts every
-    reduction off to its end: 3478 MiB at the peak instead of 1396 (jax 0.10.2, libtpu
-    0.0.42, v5e 4x4, 12 blocks, 740 M parameters). The order has to hang on arrays;
-    scalars made of them did not hold.
-    """
-    return jax.lax.optimization_barrier((shards, arrays))
-
-
-def _trace_forward(
+def trace_forward(
     body: Body,
-    full: list[Array],
+    full: Sequence[Any],
     others: list[Array],
     diff_members: list[int],
     diff_others: list[int],
-) -> tuple[list[Array], list[Array], _Saved]:
-    """Run `body` and its linearization; sort what to keep from what to compute again.
+    comm: GroupComm,
+    num_again: int = 0,
+) -> Saved:
+    """Trace `body` and its linearization; sort what to keep from what to compute again.
 
-    Returns:
-        The outputs of `body`, the saved arrays that must be kept, and the rest of what
-        backward needs.
+    Args:
+        body: as in `run_regathered`.
+        full: shapes of the gathered arrays, which do not exist yet.
+        others: as in `run_regathered`.
+        diff_members: positions in `full` that are differentiated.
+        diff_others: positions in `others` that are.
+        comm: how the group travels.
+        num_again: how many of `others`, at their end, backward has without saving.
     """
     notes: dict[str, Any] = {}
 
@@ -183,49 +327,64 @@ def _trace_forward(
             for i, a in zip(diff_others, arrays):
                 all_others[i] = a
             outputs = body(all_full, all_others)
-            notes["diff"] = [i for i, o in enumerate(outputs) if _is_inexact(o)]
-            rest = [o for o in outputs if not _is_inexact(o)]
-            return [outputs[i] for i in notes["diff"]], rest
+            notes["diff"] = [i for i, o in enumerate(outputs) if is_inexact(o)]
+            return [outputs[i] for i in notes["diff"]], outputs
 
-        outputs, vjp, rest = jax.vjp(
+        _, vjp, outputs = jax.vjp(
             differentiated,
             [full[i] for i in diff_members],
             [others[i] for i in diff_others],
             has_aux=True,
         )
         saved, notes["tree"] = jax.tree.flatten(vjp)
-        return outputs, rest, saved
+        return outputs, saved
 
     closed, shapes = jax.make_jaxpr(program, return_shape=True)(full, others)
-    num_diff, num_rest = len(shapes[0]), len(shapes[1])
-    results = jaxpr_as_fun(closed)(*full, *others)
-    depends = depends_on(closed, [False] * len(full) + [True] * len(others))
-    num_outputs = num_diff + num_rest
+    lost = len(others) - num_again
+    marks = [False] * len(full) + [True] * lost + [False] * num_again
+    depends = depends_on(closed, marks)
+    num_outputs = len(shapes[0])
     from_params = [False] * num_outputs + [not d for d in depends[num_outputs:]]
-    kept = [
-        r for r, p in zip(results[num_outputs:], from_params[num_outputs:]) if not p
+    packed = packed_members(full, comm)
+    reads = _reads(closed, [i for i in range(len(full)) if i not in packed])
+    return Saved(
+        closed,
+        from_params,
+        notes["tree"],
+        diff_members,
+        diff_others,
+        notes["diff"],
+        set(reads[:1]),
+        set(reads[-1:]),
+    )
+
+
+def _reads(closed: ClosedJaxpr, members: list[int]) -> list[int]:
+    """Those of the members that are read, in the order of their first use."""
+    positions = {closed.jaxpr.invars[i]: i for i in members}
+    used = [
+        positions[v]
+        for eqn in closed.jaxpr.eqns
+        for v in eqn.invars
+        if not isinstance(v, Literal) and v in positions
     ]
-    outputs: list[Any] = [None] * num_outputs
-    is_diff = set(notes["diff"])
-    for i, r in zip(notes["diff"], results[:num_diff]):
-        outputs[i] = r
-    others_at = [i for i in range(num_outputs) if i not in is_diff]
-    for i, r in zip(others_at, results[num_diff:num_outputs]):
-        outputs[i] = r
-    saved = _Saved(
-        closed, from_params, notes["tree"], diff_members, diff_others, notes["diff"]
-    )
-    return outputs, kept, saved
+    return list(dict.fromkeys(used))
 
 
-def _rebuild_vjp(
-    saved: _Saved, full: list[Array], kept: list[Array], num_others: int
+def rebuild_vjp(
+    saved: Saved, full: list[Array], kept: list[Array], others: Sequence[Array | None]
 ) -> Callable:
-    """Put the linearization together again from a fresh gather and the kept arrays."""
-    again = iter(
-        evaluate(saved.program, [*full, *[None] * num_others], saved.from_params)
-    )
+    """Put the linearization together again.
+
+    Args:
+        saved: what forward left.
+        full: freshly gathered arrays.
+        kept: arrays that forward kept.
+        others: those that backward has without saving; None in other places.
+    """
+    again = iter(evaluate(saved.program, [*full, *others], saved.from_params))
     stored = iter(kept)
-    num_outputs = len(saved.from_params) - saved.vjp_tree.num_leaves
-    leaves = [next(again if p else stored) for p in saved.from_params[num_outputs:]]
+    leaves = [
+        next(again if p else stored) for p in saved.from_params[saved.num_outputs :]
+    ]
     return jax.tree.unflatten(saved.vjp_tree, leaves)

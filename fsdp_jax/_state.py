@@ -13,6 +13,7 @@ from flax import nnx
 
 from fsdp_jax import _collectives, _functional
 from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._ordering import Ordering, ordering_for
 from fsdp_jax._param import (
     ManagedVariable,
     dotted,
@@ -42,6 +43,11 @@ class FSDPState:
         window: whether a call of the module is running, with gathered parameters.
         inside: whether a call of an enclosing sharded module is running.
         divisor: what summed gradients are divided by; None: the number of devices.
+        path: of the module in the model that is running; "" for the model itself.
+        ordering: what the group's collectives wait for; None: as is best measured.
+        key: how other modules name this one in prefetch lists; None if none does.
+        forward_prefetch: keys of the modules gathered with this one in forward.
+        backward_prefetch: the same in backward.
     """
 
     mesh: MeshInfo
@@ -54,6 +60,11 @@ class FSDPState:
     window: bool = False
     inside: bool = False
     divisor: float | None = None
+    path: str = ""
+    ordering: Ordering | None = None
+    key: str | None = None
+    forward_prefetch: tuple[str, ...] = ()
+    backward_prefetch: tuple[str, ...] = ()
 
     @property
     def num_forwards(self) -> int:
@@ -110,7 +121,12 @@ def check_concrete(module: Any, asked: str) -> None:
 
 def sharded_modules(root: Any) -> list[Any]:
     """The sharded modules at and below `root`, outer ones first."""
-    return [m for _, m in _functional.walk(root) if is_sharded(m)]
+    return [m for _, m in named_sharded_modules(root)]
+
+
+def named_sharded_modules(root: Any) -> list[tuple[str, Any]]:
+    """The sharded modules at and below `root` with their dotted paths from it."""
+    return [(dotted(path), m) for path, m in _functional.walk(root) if is_sharded(m)]
 
 
 def divisor_of(state: FSDPState) -> float:
@@ -128,8 +144,13 @@ def comm_of(module: Any, group: ParamGroup) -> _collectives.GroupComm:
         reduce_dtype=state.mp_policy.reduce_dtype,
         divisor=divisor_of(state),
         threshold_bytes=state.threshold_bytes,
-        name=class_name(module),
+        name=state.path,
     )
+
+
+def ordering_of(state: FSDPState) -> Ordering:
+    """What the collectives of a group wait for."""
+    return state.ordering or ordering_for(state.mesh.platform)
 
 
 def place_replicated(module: Any) -> None:

@@ -7,6 +7,8 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import importlib.util
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +16,26 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tests import helpers
+
+COMPILERS = {
+    "needs_tpu_compiler": ("libtpu", "tpu-plan"),
+    "needs_gpu_compiler": ("jax_plugins.xla_cuda12", "gpu-plan"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests whose compiler is not installed, and say which extra has it."""
+    for marker, (module, extra) in COMPILERS.items():
+        if item.get_closest_marker(marker) and not is_installed(module):
+            pytest.skip(f"needs the extra [{extra}]")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Models, comparisons and counts that tests share."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from fsdp_jax import fully_shard
@@ -161,3 +162,37 @@ def count_collectives(text: str) -> dict[str, int]:
 def lowered_text(f: Callable[..., Any], *args: Any) -> str:
     """StableHLO of a function of NNX modules and arrays."""
     return nnx.jit(f).lower(*args).lowered.as_text()
+
+
+def equations_of(f: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """Every equation of a function of NNX modules and arrays, inner ones too."""
+    graphdef, state = nnx.split(args)
+
+    def pure(state: Any) -> Any:
+        return nnx.as_pure(f(*nnx.merge(graphdef, state)))
+
+    def walk(jaxpr: Jaxpr) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            yield eqn
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()),
+                is_leaf=lambda x: isinstance(x, (ClosedJaxpr, Jaxpr)),
+            ):
+                if isinstance(inner, ClosedJaxpr):
+                    yield from walk(inner.jaxpr)
+                elif isinstance(inner, Jaxpr):
+                    yield from walk(inner)
+
+    return walk(jax.make_jaxpr(pure)(state).jaxpr)
+
+
+def stacked_by_loops(f: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that `jax.lax.scan` loops stack, one piece an iteration."""
+    shapes = []
+    for eqn in equations_of(f, *args):
+        if eqn.primitive.name == "scan":
+            each = eqn.params["jaxpr"].jaxpr.outvars
+            for whole, piece in zip(eqn.outvars, each, strict=True):
+                if whole.aval.ndim == piece.aval.ndim + 1:
+                    shapes.append(whole.aval.shape)
+    return shapes

@@ -124,7 +124,12 @@ ARGUMENTS: list[tuple[str, Any, type[Exception], list[str]]] = [
     ("offload_policy", True, TypeError, ["OffloadPolicy", "bool"]),
     ("offload_policy", CPUOffloadPolicy(), NotImplementedError, ["CPUOffloadPolicy"]),
     ("dp_mesh_dims", "fsdp", TypeError, ["DataParallelMeshDims", "str"]),
-    ("dp_mesh_dims", DataParallelMeshDims("fsdp"), NotImplementedError, []),
+    (
+        "dp_mesh_dims",
+        DataParallelMeshDims(replicate="fsdp"),
+        NotImplementedError,
+        [],
+    ),
     ("shard_placement_fn", Shard(0), TypeError, ["callable", "Shard"]),
     ("shard_placement_fn", 1, TypeError, ["callable", "int"]),
     ("ignored_params", "linear", TypeError, ["str", "nnx.PathContains"]),

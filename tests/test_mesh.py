@@ -1,17 +1,21 @@
 """Which mesh a module is sharded over, and which meshes are refused."""
 
+import itertools
 import pickle
+import random
 from contextlib import nullcontext
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fsdp_jax import DataParallelMeshDims, fully_shard, local_shape
+import fsdp_jax
+from fsdp_jax import DataParallelMeshDims, _mesh, fully_shard, local_shape
 from fsdp_jax._mesh import MeshInfo, resolve_mesh
 from tests import helpers
 
@@ -141,11 +145,328 @@ def test_an_ambient_mesh_that_cannot_be_used_is_refused_as_such():
     assert type(module) is nnx.Linear
 
 
-def test_dp_mesh_dims_is_not_supported_and_says_so(mesh8):
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(linear(), mesh=mesh8, dp_mesh_dims=DataParallelMeshDims("fsdp"))
-    with pytest.raises(TypeError, match="dp_mesh_dims must be.*got str"):
-        fully_shard(linear(), mesh=mesh8, dp_mesh_dims="fsdp")
+@pytest.mark.parametrize(
+    ("dims", "error", "text"),
+    [
+        ("shard", TypeError, "dp_mesh_dims must be.*got str"),
+        (DataParallelMeshDims("fsdp"), ValueError, r"'fsdp', but mesh has.*replicate"),
+        (DataParallelMeshDims(("shard", "z")), ValueError, "names the axis 'z'"),
+        (DataParallelMeshDims("shard", "z"), ValueError, "names the axis 'z'"),
+        (
+            DataParallelMeshDims("shard", "replicate"),
+            NotImplementedError,
+            "replicates; that is not supported yet",
+        ),
+        (
+            DataParallelMeshDims(replicate="replicate"),
+            NotImplementedError,
+            "replicates; that is not supported yet",
+        ),
+        (
+            DataParallelMeshDims("shard"),
+            NotImplementedError,
+            r"axes \['replicate'\] that dp_mesh_dims gives no role",
+        ),
+    ],
+)
+def test_dims_that_cannot_be_used_are_refused(dims, error, text):
+    module = linear()
+    with pytest.raises(error, match=text):
+        fully_shard(module, mesh=two_axes(), dp_mesh_dims=dims)
+    assert type(module) is nnx.Linear
+
+
+def test_an_axis_of_one_device_needs_no_role():
+    mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("fsdp", "other"))
+    dims = DataParallelMeshDims("fsdp")
+    module = fully_shard(linear(), mesh=mesh, dp_mesh_dims=dims)
+    assert local_shape(module.kernel) == (2, 8)
+
+
+# Several sharding axes.
+
+
+def axes_of(*sizes: int, reverse: bool = False, **kwargs: Any) -> Any:
+    """A mesh of these sizes, and the dims that shard over all of its axes."""
+    names = ("x", "y", "z")[: len(sizes)]
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), names, **kwargs)
+    return mesh, DataParallelMeshDims(names[::-1] if reverse else names)
+
+
+def shard_over(model: Any, mesh: Mesh, dims: Any, **kwargs: Any) -> Any:
+    return helpers.shard_blocks(model, mesh=mesh, dp_mesh_dims=dims, **kwargs)
+
+
+def layout_of(module: Any) -> dict[int, np.ndarray]:
+    shards = module.kernel[...].addressable_shards
+    return {shard.device.id: np.asarray(shard.data) for shard in shards}
+
+
+SIZES = [(2, 4), (4, 2), (2, 2, 2), (1, 8), (8, 1)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_shards_over_several_axes_lie_as_over_one(sizes, mesh8):
+    mesh, dims = axes_of(*sizes)
+    found = layout_of(fully_shard(linear(), mesh=mesh, dp_mesh_dims=dims))
+    wanted = layout_of(fully_shard(linear(), mesh=mesh8))
+    assert list(found) == list(wanted)
+    for device, shard in wanted.items():
+        np.testing.assert_array_equal(found[device], shard)
+
+
+def test_the_order_of_the_axes_is_the_order_of_the_shards():
+    mesh, dims = axes_of(2, 4, reverse=True)
+    found = layout_of(fully_shard(linear(), mesh=mesh, dp_mesh_dims=dims))
+    full = np.asarray(linear().kernel[...])
+    for device, shard in found.items():
+        x, y = divmod(device, 4)
+        row = 2 * (2 * y + x)
+        np.testing.assert_array_equal(shard, full[row : row + 2])
+
+
+def train_step(model: Any) -> Any:
+    """Loss and gradients of a step, and what the model is after it."""
+    optimizer = fsdp_jax.Optimizer(model, optax.sgd(0.1))
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss, grads = fsdp_jax.value_and_grad(helpers.mean_square)(model, x, y)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    batch = fsdp_jax.shard_batch(helpers.regression_batch(), model)
+    return step(model, optimizer, *batch), nnx.state(model)
+
+
+@pytest.fixture(scope="module")
+def over_one_axis() -> Any:
+    """A training step over one axis of eight devices."""
+    model = helpers.MLP(nnx.Rngs(0))
+    return train_step(helpers.shard_blocks(model, mesh=helpers.mesh_of(8)))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)])
+def test_a_step_over_several_axes_is_a_step_over_one(sizes, reverse, over_one_axis):
+    mesh, dims = axes_of(*sizes, reverse=reverse)
+    model = shard_over(helpers.MLP(nnx.Rngs(0)), mesh, dims)
+    helpers.assert_trees_close(train_step(model), over_one_axis)
+
+
+def test_a_step_over_several_explicit_axes(over_one_axis):
+    mesh, dims = axes_of(2, 4, axis_types=(EXPLICIT, EXPLICIT))
+    model = shard_over(helpers.MLP(nnx.Rngs(0)), mesh, dims)
+    helpers.assert_trees_close(train_step(model), over_one_axis)
+
+
+def axes_used(model: Any, name: str) -> list[tuple[str, ...]]:
+    """Mesh axes of each collective of a kind, in program order."""
+    step = fsdp_jax.value_and_grad(helpers.mean_square)
+    found = helpers.equations_of(step, model, *helpers.regression_batch())
+    names = [e.params["axis_name"] for e in found if e.primitive.name == name]
+    return [axes if isinstance(axes, tuple) else (axes,) for axes in names]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reverse", "gathers"),
+    [
+        # Minor axes first.
+        ((2, 4), False, ["y", "x"]),
+        ((4, 2), False, ["y", "x"]),
+        ((2, 4), True, ["x", "y"]),
+        ((2, 2, 2), False, ["z", "y", "x"]),
+        ((2, 2, 2), True, ["x", "y", "z"]),
+        ((1, 8), False, ["y"]),
+        ((8, 1), False, ["x"]),
+    ],
+)
+def test_one_collective_per_axis(sizes, reverse, gathers):
+    mesh, dims = axes_of(*sizes, reverse=reverse)
+    model: Any = fully_shard(linear(), mesh=mesh, dp_mesh_dims=dims)
+    model.set_reshard_after_forward(False)
+    assert axes_used(model, "all_gather") == [(axis,) for axis in gathers]
+    assert axes_used(model, "reduce_scatter") == [(axis,) for axis in gathers[::-1]]
+
+
+@pytest.mark.parametrize("free", [None, True, False])
+def test_counts_are_those_of_one_axis_times_the_axes(free, mesh8):
+    def counts(mesh, dims):
+        model = helpers.MLP(nnx.Rngs(0))
+        shard_over(model, mesh, dims, reshard_after_forward=free)
+        step = fsdp_jax.value_and_grad(helpers.mean_square)
+        text = helpers.lowered_text(step, model, *helpers.regression_batch())
+        return helpers.count_collectives(text)
+
+    one = counts(mesh8, None)
+    three = counts(*axes_of(2, 2, 2))
+    assert three["all_gather"] == 3 * one["all_gather"] > 0
+    assert three["reduce_scatter"] == 3 * one["reduce_scatter"] > 0
+    assert three["all_reduce"] == one["all_reduce"]
+
+
+def test_other_entries_work_over_several_axes(over_one_axis):
+    model: Any = helpers.MLP(nnx.Rngs(0))
+    shard_over(model, *axes_of(2, 4))
+    x, _ = fsdp_jax.shard_batch(helpers.regression_batch(), model)
+    assert x.sharding.shard_shape(x.shape) == (2, 16)
+    expected = helpers.MLP(nnx.Rngs(0))(x)
+    forward = nnx.jit(fsdp_jax.shard_map(lambda model, x: model(x)))
+    for found in (model(x), forward(model, x)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    model.unshard()
+    assert local_shape(model.layers[0].kernel) == (2, 32)
+    model.reshard()
+
+
+def test_state_and_pickles_pass_between_kinds_of_meshes(mesh8):
+    model: Any = shard_over(helpers.MLP(nnx.Rngs(0)), *axes_of(2, 4))
+    again = pickle.loads(pickle.dumps(model))
+    kernel = again.layers[0].kernel
+    assert kernel[...].sharding.spec == P(("x", "y"))
+    assert local_shape(kernel) == (2, 32)
+    helpers.assert_trees_close(again, model)
+    other: Any = helpers.MLP(nnx.Rngs(1))
+    helpers.shard_blocks(other, mesh=mesh8)
+    other.load_state_dict(model.state_dict())
+    helpers.assert_trees_close(other, model)
+    assert other.layers[0].kernel[...].sharding.spec == P("fsdp")
+    back: Any = shard_over(helpers.MLP(nnx.Rngs(2)), *axes_of(2, 2, 2, reverse=True))
+    back.load_state_dict(other.state_dict())
+    helpers.assert_trees_close(back, model)
+    assert back.layers[0].kernel[...].sharding.spec == P(("z", "y", "x"))
+
+
+def test_a_dim_that_only_one_axis_divides_stays_whole():
+    mesh, dims = axes_of(2, 4)
+    module = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    assert local_shape(module.kernel) == (4, 2)
+
+
+# `make_mesh`.
+
+
+def test_make_mesh_on_anything_but_tpus_has_one_axis():
+    mesh, dims = fsdp_jax.make_mesh()
+    assert mesh == Mesh(np.array(jax.devices()), ("fsdp",))
+    assert dims.shard_names == ("fsdp",)
+    assert dims.replicate_names == ()
+    mesh, dims = fsdp_jax.make_mesh(jax.devices()[5:2:-1])
+    assert [d.id for d in mesh.devices] == [5, 4, 3]
+    with pytest.raises(ValueError, match="no devices"):
+        fsdp_jax.make_mesh([])
+
+
+class Chip:
+    """What `make_mesh` looks at in a TPU device."""
+
+    platform = "tpu"
+    core_on_chip = 0
+    process_index = 0
+
+    def __init__(self, number: int, kind: str, coords: tuple[int, ...], piece: int):
+        self.id, self.device_kind = number, kind
+        self.coords, self.slice_index = coords, piece
+
+    def __repr__(self) -> str:
+        return f"Chip{(self.slice_index, *self.coords)}"
+
+
+def chips(x: int, y: int, z: int = 1, slices: int = 1, kind: str = "TPU v5 lite"):
+    places = itertools.product(range(slices), range(z), range(y), range(x))
+    return [
+        Chip(i, kind, (cx, cy, cz), piece)
+        for i, (piece, cz, cy, cx) in enumerate(places)
+    ]
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mesh that takes devices that are none."""
+
+    class Layout:
+        def __init__(self, devices, names):
+            self.devices, self.axis_names = np.asarray(devices), names
+
+    monkeypatch.setattr(_mesh, "Mesh", Layout)
+
+
+TORI = [
+    (chips(4, 4), (4, 4), ("fsdp_x", "fsdp_y")),
+    (chips(2, 4), (2, 4), ("fsdp_x", "fsdp_y")),
+    (chips(4, 2), (4, 2), ("fsdp_x", "fsdp_y")),
+    (chips(2, 2, 4, kind="TPU v5"), (2, 2, 4), ("fsdp_x", "fsdp_y", "fsdp_z")),
+    (chips(4, 1, 4, kind="TPU v5"), (4, 4), ("fsdp_x", "fsdp_z")),
+    (chips(8, 1), (8,), ("fsdp",)),
+    (chips(1, 8), (8,), ("fsdp",)),
+    (chips(1, 1), (1,), ("fsdp",)),
+    (chips(2, 4, slices=2), (2, 2, 4), ("slice", "fsdp_x", "fsdp_y")),
+    (chips(8, 1, slices=2), (2, 8), ("slice", "fsdp_x")),
+    (chips(1, 1, slices=4), (4,), ("fsdp",)),
+]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("devices", "shape", "names"), TORI)
+def test_make_mesh_has_an_axis_per_dim_of_the_torus(
+    devices, shape, names, shuffled, layouts
+):
+    devices = list(devices)
+    if shuffled:
+        random.Random(0).shuffle(devices)
+    mesh, dims = fsdp_jax.make_mesh(devices)
+    assert mesh.devices.shape == shape
+    assert mesh.axis_names == names
+    last = [name for name in names if name == "slice"]  # after the rings
+    assert dims.shard_names == (*[n for n in names if n not in last], *last)
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in devices}
+    if len(names) == 1:
+        return
+    # Along an axis only its own coordinate changes.
+    for axis, name in enumerate(names):
+        line = np.moveaxis(mesh.devices, axis, 0).reshape(shape[axis], -1)[:, 0]
+        places = [(d.slice_index, *d.coords) for d in line]
+        changing = [i for i, along in enumerate(zip(*places)) if len(set(along)) > 1]
+        assert changing == [["slice", "fsdp_x", "fsdp_y", "fsdp_z"].index(name)]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_make_mesh_lays_devices_that_fill_no_box_out_flat(shuffled, layouts):
+    devices = chips(4, 4)[:-1]
+    if shuffled:
+        random.Random(0).shuffle(devices)
+    mesh, dims = fsdp_jax.make_mesh(devices)
+    assert mesh.devices.shape == (15,)
+    assert dims.shard_names == ("fsdp",)
+    assert list(mesh.devices) == devices
+
+
+def test_make_mesh_keeps_the_cores_of_a_chip_together(layouts):
+    devices = chips(2, 2, kind="TPU7x") + chips(2, 2, kind="TPU7x")
+    for core, device in enumerate(devices):
+        device.id, device.core_on_chip = core, core // 4
+    mesh, dims = fsdp_jax.make_mesh(devices)
+    assert dims.shard_names == ("fsdp_x", "fsdp_y", "fsdp_core")
+    assert all(a.coords == b.coords for a, b in mesh.devices.reshape(4, 2))
+
+
+@pytest.mark.needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "sizes"), [("v5e:2x4", (2, 4)), ("v5p:2x2x4", (2, 2, 4))]
+)
+def test_make_mesh_follows_the_torus_of_an_absent_slice(topology, sizes):
+    def build(devices):
+        mesh, dims = fsdp_jax.make_mesh(devices)
+        assert mesh.devices.shape == sizes
+        assert dims.shard_names == ("fsdp_x", "fsdp_y", "fsdp_z")[: len(sizes)]
+        for place, device in np.ndenumerate(mesh.devices):
+            assert tuple(device.coords)[: len(sizes)] == place
+        spec = NamedSharding(mesh, P(dims.shard_names))
+        x = jax.ShapeDtypeStruct((64, 8), np.float32, sharding=spec)
+        return jax.jit(lambda x: x + 1), (x,)
+
+    fsdp_jax.plan(build, topology)
 
 
 def test_sharding_inside_a_per_device_program_is_refused(mesh8):

@@ -1,0 +1,112 @@
+"""What the arguments of a step occupy on one device, by kind.
+
+What lives here: a walk over arguments by shape and sharding. What must not: anything
+that reads a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@dataclasses.dataclass
+class ArgumentBytes:
+    """Bytes of one device, and facts of the parameters.
+
+    Attributes:
+        parameter_bytes: `nnx.Param` Variables.
+        moment_bytes: optimizer state: `nnx.OptState` Variables, optax states.
+        other_bytes: everything else.
+        parameter_elements: elements of all full parameters.
+        missing_elements: elements of them that one device does not hold.
+        missing_bytes: the same in bytes, in the parameters' own dtypes.
+        device_kind: of the first sharding met, such as `TPU v5 lite`; empty if none.
+    """
+
+    parameter_bytes: int = 0
+    moment_bytes: int = 0
+    other_bytes: int = 0
+    parameter_elements: int = 0
+    missing_elements: int = 0
+    missing_bytes: int = 0
+    device_kind: str = ""
+
+
+def measure_arguments(arguments: Any) -> ArgumentBytes:
+    """Add up the arguments of a step, each shared Variable once.
+
+    Args:
+        arguments: a pytree of modules, optimizers, states and arrays, concrete or
+            `ShapeDtypeStruct`. An array without a sharding counts in full.
+
+    Returns:
+        The bytes of one device.
+    """
+    total = ArgumentBytes()
+    for kind, array in _arrays(arguments):
+        shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
+        local = shape if sharding is None else sharding.shard_shape(shape)
+        total.device_kind = total.device_kind or device_kind_of(sharding)
+        size = math.prod(local) * array.dtype.itemsize
+        if kind == "parameter":
+            total.parameter_bytes += size
+            total.parameter_elements += math.prod(shape)
+            missing = math.prod(shape) - math.prod(local)
+            total.missing_elements += missing
+            total.missing_bytes += missing * array.dtype.itemsize
+        elif kind == "moment":
+            total.moment_bytes += size
+        else:
+            total.other_bytes += size
+    return total
+
+
+def device_kind_of(sharding: Any) -> str:
+    """Kind of the devices of a sharding; empty without one."""
+    devices = getattr(sharding, "device_set", ())
+    return next((device.device_kind for device in devices), "")
+
+
+def _arrays(arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Every array of the arguments and its kind."""
+    seen: set[int] = set()
+    for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole):
+        found: list[tuple[str, Any]] = []
+        if isinstance(leaf, nnx.Variable):
+            found = [_variable(leaf)]
+        elif _is_optax(leaf):
+            found = [("moment", x) for x in jax.tree.leaves(leaf)]
+        elif isinstance(leaf, nnx.Module):
+            variables = [v for _, v in nnx.iter_graph(leaf)]
+            found = [_variable(v) for v in variables if isinstance(v, nnx.Variable)]
+        else:
+            found = [("other", leaf)]
+        for kind, array in found:
+            if hasattr(array, "shape") and hasattr(array, "dtype"):
+                if id(array) not in seen:
+                    seen.add(id(array))
+                    yield kind, array
+
+
+def _is_optax(x: Any) -> bool:
+    named = isinstance(x, tuple) and hasattr(x, "_fields")
+    return named and type(x).__module__.startswith("optax")
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) or _is_optax(x)
+
+
+def _variable(variable: nnx.Variable) -> tuple[str, Any]:
+    kind = "other"
+    if isinstance(variable, nnx.Param):
+        kind = "parameter"
+    elif isinstance(variable, nnx.OptState):
+        kind = "moment"
+    return kind, variable.get_raw_value()

@@ -1,0 +1,136 @@
+"""The benchmark's command runs as a user runs it, at small size."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCHEDULE = Path(__file__).parent.parent / "benchmarks" / "schedule.py"
+JUDGED = {
+    "config",
+    "platform",
+    "program",
+    "peak_mib",
+    "gather_bytes",
+    "async_share",
+    "hidden_share",
+    "compile_s",
+}
+TINY = ("--config", "tiny-cpu-gpt", "--rounds", "1")
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The finished command, started in another folder."""
+    return subprocess.run(
+        [sys.executable, str(SCHEDULE), *arguments],
+        cwd=folder,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def rows_of(result: subprocess.CompletedProcess[str]) -> list[dict]:
+    """What `--json` printed; the command must have succeeded."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert all(row.keys() >= JUDGED for row in rows)
+    assert all(row["error"] is None for row in rows)
+    return rows
+
+
+def test_cpu_rows_are_timed_against_automatic_partitioning(tmp_path):
+    result = run(tmp_path, *TINY, "--topology", "cpu:2", "--blocks", "1", "--json")
+    rows = {row["program"]: row for row in rows_of(result)}
+    assert list(rows) == ["unsharded", "auto", "keep", "ours"]
+    for row in rows.values():
+        assert row["platform"] == "cpu"
+        assert row["losses_equal"]
+        assert row["step_ms"] > 0
+    assert rows["auto"]["step_vs_auto"] == rows["unsharded"]["step_vs_unsharded"] == 1
+    assert rows["unsharded"]["wire_bytes"] == 0
+    assert 0 < rows["keep"]["gather_bytes"] < rows["ours"]["gather_bytes"]
+    assert "round 1 of 1" in result.stderr
+    (tmp_path / "rows.jsonl").write_text(result.stdout)
+    table = run(tmp_path, "--tables", "rows.jsonl").stdout.splitlines()
+    assert table[0] == "**tiny-cpu-gpt, 1 blocks, cpu:2**"
+    assert [line.split()[1] for line in table[4:8]] == list(rows)
+
+
+def test_tables_are_markdown_and_name_versions(tmp_path):
+    programs = ("--program", "auto", "--program", "ours[own,own,own]")
+    result = run(tmp_path, *TINY, *programs, "--topology", "cpu:8", "--blocks", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "**tiny-cpu-gpt, 1 blocks, cpu:8**"
+    assert re.match(r"\d{4}-\d\d-\d\d, Python 3\..*, jax \d+\.", lines[-2])
+    table = [line for line in lines if line.startswith("|")]
+    assert len({len(line) for line in table}) == 1  # aligned
+    assert re.match(r"\| auto +\| .* 1\.00 \|", table[2])
+    assert re.match(r"\| ours\[own,own,own\] \| .* yes \|", table[3])
+
+
+def test_a_row_that_fails_says_why_and_the_others_go_on(tmp_path):
+    programs = ("--program", "ours+ahead", "--program", "auto")
+    devices = ("--topology", "cpu:2", "--blocks", "1")
+    result = run(tmp_path, *TINY, *programs, *devices, "--json")
+    assert result.returncode == 1, result.stdout + result.stderr
+    failed, auto = [json.loads(line) for line in result.stdout.splitlines()]
+    assert failed["error"] == "ValueError: ours+ahead is for models with scanned layers"
+    assert failed["step_ms"] is None and failed.keys() >= JUDGED
+    assert auto["error"] is None and auto["step_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--config", "gigantic"], "invalid choice: 'gigantic'"),
+        (["--config", "nano"], "--config nano needs --topology"),
+        (["--program", "theirs"], "unknown program 'theirs'"),
+        (["--program", "ours[free,free]"], "unknown ordering in 'ours[free,free]'"),
+        (["--topology", "cpu:9"], "unknown topology 'cpu:9'"),
+        (["--topology", "v5e:0x4"], "no such slice 'v5e:0x4'"),
+        (["--platform", "cpu", "--config", "llama-7b"], "nothing to compare"),
+        (["--tables", "nowhere.jsonl"], "No such file"),
+        (["--blocks", "0"], "expected a number from 1, got '0'"),
+    ],
+)
+def test_wrong_arguments_are_told(tmp_path, arguments, told):
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert told in result.stderr.splitlines()[-1]
+    assert not result.stdout
+
+
+def test_help_explains_every_option_and_program(tmp_path):
+    text = run(tmp_path, "--help").stdout
+    for option in ("platform", "config", "program", "topology", "blocks", "rounds"):
+        assert f"--{option}" in text
+    for program in ("auto", "unsharded", "keep", "ours+options", "ours+ahead"):
+        assert re.search(rf"^ +{re.escape(program)} +\w", text, re.M), program
+
+
+@pytest.mark.needs_tpu_compiler
+def test_tpu_rows_compare_memory_and_overlap(tmp_path):
+    names = ("--program", "auto", "--program", "keep", "--program", "ours")
+    cases = ("--config", "nano", "--config", "nano-llama", "--topology", "v5e:2x2")
+    result = run(tmp_path, *names, *cases, "--json")
+    rows = rows_of(result)
+    assert [(r["config"], r["program"]) for r in rows] == [
+        (config, program)
+        for config in ("nano", "nano-llama")
+        for program in ("auto", "keep", "ours")
+    ]
+    for row in rows:
+        assert row["platform"] == "tpu" and row["topology"] == "v5e:2x2"
+        assert row["peak_mib"] > 0 and row["compile_s"] > 0
+        assert 0 <= row["hidden_share"] <= 1 and 0 < row["async_share"] <= 1
+    auto, _, ours = rows[:3]
+    assert auto["peak_vs_auto"] == 1
+    assert ours["peak_vs_auto"] == round(ours["peak_mib"] / auto["peak_mib"], 3)
+    assert "~" in ours["schedule"]
