@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from fsdp_jax import _collectives, _functional, _ordering, _schedule
+from fsdp_jax import _collectives, _functional, _gather, _ordering, _schedule
 from fsdp_jax._param import ShardReadError
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import (
@@ -164,7 +164,7 @@ def _call_per_device(module, group, function, args, kwargs) -> Any:
         if free and group.variables:
             return _call_regathered(module, group, function, taken, schedule, anchors)
         comm = comm_of(module, group)
-        full = _schedule.gather_kept(group.values(), comm, log, anchors)
+        full = _gather.gather_kept(group.values(), comm, log, anchors)
         with _window(module, group, full):
             return function(module, *args, **kwargs)
 

@@ -6,6 +6,7 @@ that knows of shards, groups or devices.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,9 +118,118 @@ def evaluate(
             results = evaluate(callee, values, outs)
             env.update(zip([v for v, o in zip(eqn.outvars, outs) if o], results))
             continue
-        params = eqn.primitive.get_bind_params(eqn.params)
-        with eqn.ctx.manager:
-            result = eqn.primitive.bind(*values, **params)
-        results = result if eqn.primitive.multiple_results else [result]
-        env.update(zip(eqn.outvars, results, strict=True))
+        env.update(zip(eqn.outvars, _bind(eqn, values), strict=True))
     return [read(v) for v, w in zip(jaxpr.outvars, wanted) if w]
+
+
+def _bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Apply one equation."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        result = eqn.primitive.bind(*values, **params)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """An equation of a program that asks for inputs, or None for its outputs.
+
+    Attributes:
+        eqn: the equation.
+        before: those that had waited for it.
+        asks: inputs that nothing before it needed.
+        besides: what else it reads.
+    """
+
+    eqn: JaxprEqn | None
+    before: list[JaxprEqn]
+    asks: list[Var]
+    besides: list[Var]
+
+
+class Asking:
+    """A traced program that asks for some of its inputs only when it needs them.
+
+    Equations keep their order, but what follows from those inputs alone (a cast, a
+    transpose) waits until the first equation that needs it.
+
+    Args:
+        closed: the traced program.
+        asked: positions of the inputs to ask for.
+
+    Attributes:
+        order: those of `asked` that are read, in that order.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, asked: Sequence[int]):
+        jaxpr = closed.jaxpr
+        self._closed = closed
+        self._asked = {jaxpr.invars[i]: i for i in asked}
+        self._steps: list[_Step] = []
+        self.order: list[int] = []
+        # What follows from the asked inputs alone, and the equation that it waits for.
+        waiting: dict[Var, JaxprEqn | None] = dict.fromkeys(self._asked)
+
+        def need(var: Var, before: list[JaxprEqn], asks: list[Var]) -> None:
+            if var in self._asked and self._asked[var] not in self.order:
+                self.order.append(self._asked[var])
+                asks.append(var)
+            if (eqn := waiting.get(var)) is not None:
+                waiting.update(dict.fromkeys(eqn.outvars))
+                for v in _variables(eqn.invars):
+                    need(v, before, asks)
+                before.append(eqn)
+
+        for eqn in [*jaxpr.eqns, None]:
+            reads = _variables(jaxpr.outvars if eqn is None else eqn.invars)
+            follows = bool(reads) and all(v in waiting for v in reads)
+            if eqn is not None and follows and not eqn.effects:
+                waiting.update(dict.fromkeys(eqn.outvars, eqn))
+                continue
+            step = _Step(eqn, [], [], [v for v in reads if v not in waiting])
+            for v in reads:
+                need(v, step.before, step.asks)
+            self._steps.append(step)
+
+    def __call__(
+        self,
+        args: Sequence[Any],
+        ask: Callable[[int, list[Any]], tuple[Any, list[Any]]],
+        done: Callable[[int, list[Any]], list[Any]],
+    ) -> list[Any]:
+        """Evaluate the program.
+
+        Args:
+            args: its inputs; anything in the places to ask for.
+            ask: from a position and what else is read together with that input, to the
+                input, and what to use in place of the others from here on. Called once
+                for each of `order`.
+            done: from the same position and what was computed of the input, to what to
+                use in place of the latter.
+
+        Returns:
+            All outputs.
+        """
+        jaxpr = self._closed.jaxpr
+        env: dict[Var, Any] = dict(zip(jaxpr.constvars, self._closed.consts))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(eqn: JaxprEqn) -> list[Any]:
+            return [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+
+        for step in self._steps:
+            for v in step.asks:
+                env[v], besides = ask(self._asked[v], [env[b] for b in step.besides])
+                env.update(zip(step.besides, besides, strict=True))
+            for eqn in step.before:
+                env.update(zip(eqn.outvars, _bind(eqn, read(eqn)), strict=True))
+            if step.eqn is not None:
+                results = _bind(step.eqn, read(step.eqn))
+                for v in step.asks:
+                    results = done(self._asked[v], results)
+                env.update(zip(step.eqn.outvars, results, strict=True))
+        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return list(dict.fromkeys(a for a in atoms if isinstance(a, Var)))

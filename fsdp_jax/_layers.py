@@ -13,15 +13,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from fsdp_jax._collectives import GroupComm, Static, gather_group, scatter_group
-from fsdp_jax._ordering import Log
-from fsdp_jax._schedule import (
-    Body,
-    gather_kept,
-    is_inexact,
-    rebuild_vjp,
-    trace_forward,
-    zeros_of,
-)
+from fsdp_jax._gather import gather_kept
+from fsdp_jax._ordering import Log, is_inexact
+from fsdp_jax._schedule import Body, rebuild_vjp, trace_forward, zeros_of
 
 Array = jax.Array
 

@@ -19,8 +19,8 @@ from jax.extend.core import get_opaque_trace_state
 
 Array = jax.Array
 _WAITS = {
-    "forward": ("free", "own", "first", "previous"),
-    "backward": ("own", "first", "previous"),
+    "forward": ("free", "own", "first", "each", "previous"),
+    "backward": ("own", "first", "each", "previous"),
     "reduction": ("free", "own", "previous"),
 }
 
@@ -38,10 +38,13 @@ class Ordering:
             module's own input exists ("own"), or when that of the module called before
             it does ("previous": a look-ahead of one group). "first" is "own", but
             "previous" for the large parameter that the module reads first, so that its
-            compute can begin at once.
+            compute can begin at once. "each" is "first", and the other large parameters
+            follow one after the other, each while the module computes with the one
+            before it: on a chip where one gather runs at a time, all of them have
+            compute beside them.
         backward: the second gather starts when the gradient of the module's own output
             exists ("own"), or when that of the module called after it does
-            ("previous"); "first" as in forward.
+            ("previous"); "first" and "each" as in forward.
         reduction: the gradient of a module's input is handed on at any time ("free"),
             once its own gradients are reduce-scattered ("own"), or once those of the
             module that came before it in backward are ("previous": the full gradients
@@ -53,8 +56,8 @@ class Ordering:
     Source: README, "The schedule"; measured in benchmarks/README.md.
     """
 
-    forward: Literal["free", "own", "first", "previous"] = "free"
-    backward: Literal["own", "first", "previous"] = "own"
+    forward: Literal["free", "own", "first", "each", "previous"] = "free"
+    backward: Literal["own", "first", "each", "previous"] = "own"
     reduction: Literal["free", "own", "previous"] = "free"
 
     def __post_init__(self) -> None:
@@ -68,8 +71,8 @@ class Ordering:
 
 # Each chosen by measurement: benchmarks/README.md, "Orderings".
 ORDERINGS = {
-    "tpu": Ordering(forward="first", backward="own", reduction="previous"),
-    "gpu": Ordering(forward="free", backward="own", reduction="free"),
+    "tpu": Ordering(forward="each", backward="each", reduction="own"),
+    "gpu": Ordering(forward="free", backward="first", reduction="own"),
     "cpu": Ordering(forward="free", backward="own", reduction="free"),
 }
 
@@ -97,8 +100,11 @@ _SPARSE_CORE = {
 _TPU_OPTIONS = {"TPU v6 lite": _SPARSE_CORE, "TPU v5": _SPARSE_CORE}
 _GPU_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
+    # A combined gather waits for the last of what it combines, a reduction likewise.
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    # Gathers start while reductions are in flight.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
 
@@ -147,10 +153,15 @@ class Anchors(NamedTuple):
     Attributes:
         early: for what the module reads first.
         late: for everything else.
+        each: whether large parameters are gathered one after the other.
+        follows: whether a module before this one was run by the same code, so that one
+            is to be expected after it too.
     """
 
     early: list[Array]
     late: list[Array]
+    each: bool = False
+    follows: bool = False
 
 
 class Log:
@@ -202,6 +213,7 @@ class Log:
             "free": Anchors([], []),
             "own": Anchors(own, own),
             "first": Anchors(previous, own),
+            "each": Anchors(previous, own, True, bool(earlier)),
             "previous": Anchors(previous, previous),
         }[wait]
 
@@ -244,9 +256,14 @@ def after(
     return jax.lax.optimization_barrier((list(held), list(arrays)))
 
 
+def is_inexact(x: Any) -> bool:
+    """Whether an array can have a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def floating(arrays: Sequence[Array]) -> list[Array]:
     """Those that something computed: token ids and the like exist from the start."""
-    return [a for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
+    return [a for a in arrays if is_inexact(a)]
 
 
 _CHECKPOINT = "checkpoint / remat"

@@ -1,10 +1,9 @@
 """When a group is gathered, freed and gathered again, and what each step waits for.
 
-Two ways to run a module on its gathered parameters inside a per-device program:
-`gather_kept` leaves them to the differentiation, which saves them for backward;
-`run_regathered` replaces every saved value that the parameters alone determine by a
-second gather in backward. What must not live here: modules and Variables; everything
-is a function of arrays. What the steps wait for is decided in `_ordering`.
+`run_regathered` runs a module on gathered parameters and replaces every value that
+differentiation would save, and that the parameters alone determine, by a second gather
+in backward. What must not live here: modules and Variables; everything is a function of
+arrays. What steps wait for is decided in `_ordering`, how gathers wait in `_gather`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from fsdp_jax._collectives import (
     scatter_group,
 )
 from fsdp_jax._dependence import depends_on, evaluate
-from fsdp_jax._ordering import Anchors, Log, Ordering, after, floating
+from fsdp_jax._gather import gather_kept, hold, run_in_turn
+from fsdp_jax._ordering import Anchors, Log, Ordering, after, floating, is_inexact
 
 Array = jax.Array
 Body = Callable[[list[Array], list[Array]], list[Array]]
@@ -34,11 +34,6 @@ Body = Callable[[list[Array], list[Array]], list[Array]]
 
 def zeros_of(zero: Any) -> Array:
     return jnp.zeros(zero.shape, zero.dtype)
-
-
-def is_inexact(x: Array) -> bool:
-    """Whether an array can have a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +66,10 @@ class Schedule:
 
     def begin_backward(
         self, shards: list[Array], cotangents: list[Array], first: set[int]
-    ) -> tuple[list[Array], list[Array]]:
+    ) -> tuple[list[Array], list[Array], bool]:
         """Hold the shards back until the gather of backward may start.
+
+        Returns them, the gradients to go on with, and whether to gather in turn.
 
         Without it XLA:TPU moves all second gathers to the front of backward and puts
         every reduction off to its end: 3478 MiB at the peak instead of 1396 (jax
@@ -90,7 +87,7 @@ class Schedule:
         # Its own gradients go on from behind the barrier, all others stay as they are.
         same = [a is c for a, c in zip(anchors.late, cotangents)]
         own = len(late) == len(cotangents) and all(same)
-        return held, late if own else cotangents
+        return held, late if own else cotangents, anchors.each
 
     def end_backward(
         self, grads: list[Array | None], input_grads: list[Array | None]
@@ -105,23 +102,6 @@ class Schedule:
         return grads, input_grads
 
 
-def hold(
-    shards: list[Array], anchors: Anchors, first: set[int]
-) -> tuple[list[Array], list[Array]]:
-    """Hold shards back; those at the positions `first` for the early anchors only.
-
-    Returns:
-        The shards, and the late anchors as they come out of the barrier.
-    """
-    if anchors.early is anchors.late:
-        return after(shards, anchors.late)
-    early, _ = after([s for i, s in enumerate(shards) if i in first], anchors.early)
-    rest = [s for i, s in enumerate(shards) if i not in first]
-    rest, late = after(rest, anchors.late)
-    sources = iter(early), iter(rest)
-    return [next(sources[i not in first]) for i in range(len(shards))], late
-
-
 def _after_some(
     first: Sequence[Array | None], then: Sequence[Array | None]
 ) -> tuple[list[Array | None], list[Array | None]]:
@@ -134,55 +114,6 @@ def _after_some(
         [None if x is None else next(done) for x in first],
         [None if x is None else next(held) for x in then],
     )
-
-
-def gather_kept(
-    shards: Sequence[Array],
-    comm: GroupComm,
-    log: Log | None = None,
-    anchors: Anchors | None = None,
-    kind: str = "gather",
-) -> list[Array]:
-    """Gather a group; in backward reduce-scatter the gradients of the full arrays.
-
-    Members that are not differentiated, or whose gradient is zero for want of use, are
-    not reduced.
-
-    Args:
-        shards: one array per member of the group.
-        comm: how the group travels.
-        log: told about the reductions; None if the caller does that.
-        anchors: arrays that the gather waits for; the early ones, as it is not known
-            what is read first.
-        kind: of the gather, for its name in profiles.
-
-    Returns:
-        The full arrays.
-    """
-    dtypes = [s.dtype for s in shards]
-    waits = anchors.early if anchors is not None else []
-
-    def plain(shards, waits):
-        return gather_group(after(shards, waits)[0], comm, kind)
-
-    def forward(shards, waits):
-        needed = Static([s.perturbed for s in shards])
-        values = [s.value for s in shards], [w.value for w in waits]
-        return gather(*values), needed  # itself: gradients of gradients come here
-
-    def backward(needed, cotangents):
-        grads = [
-            None if isinstance(c, SymbolicZero) or not n else c
-            for n, c in zip(needed.value, cotangents, strict=True)
-        ]
-        reduced = scatter_group(grads, dtypes, comm)
-        if log is not None:
-            log.reduce(reduced)
-        return reduced, [None] * len(waits)
-
-    gather = jax.custom_vjp(plain)
-    gather.defvjp(forward, backward, symbolic_zeros=True)
-    return gather(list(shards), waits)
 
 
 @dataclasses.dataclass
@@ -216,7 +147,10 @@ class Saved:
 
     def run(self, full: list[Array], others: list[Array]) -> tuple[list, list]:
         """Run the forward. Returns the outputs, and the arrays to keep for backward."""
-        results = jaxpr_as_fun(self.program)(*full, *others)
+        return self.sort(jaxpr_as_fun(self.program)(*full, *others))
+
+    def sort(self, results: list[Array]) -> tuple[list, list]:
+        """Part the results of `program`: outputs, and what to keep for backward."""
         kept = [r for r, p in zip(results, self.from_params) if not p]
         return results[: self.num_outputs], kept[self.num_outputs :]
 
@@ -248,13 +182,14 @@ def run_regathered(
         The outputs of `body`.
     """
     dtypes = [s.dtype for s in shards]
-    no_grads = tuple([None] * len(arrays) for arrays in anchors)
+    waits = (anchors.early, anchors.late)
+    no_grads = tuple([None] * len(arrays) for arrays in waits)
 
-    def plain(shards, others, anchors):
-        return body(gather_kept(shards, comm, None, Anchors(*anchors)), others)
+    def plain(shards, others, waits):
+        return body(gather_kept(shards, comm, None, Anchors(*waits)), others)
 
-    def forward(shards, others, anchors):
-        early, late = ([a.value for a in arrays] for arrays in anchors)
+    def forward(shards, others, waits):
+        early, late = ([a.value for a in arrays] for arrays in waits)
         values = [o.value for o in others]
         diff_members = [i for i, s in enumerate(shards) if s.perturbed]
         diff_others = [i for i, o in enumerate(others) if o.perturbed]
@@ -262,7 +197,13 @@ def run_regathered(
         full = jax.eval_shape(lambda x: gather_group(x, comm), shards)
         saved = trace_forward(body, full, values, diff_members, diff_others, comm)
         held, _ = hold(shards, Anchors(early, late), saved.first_read)
-        outputs, kept = saved.run(gather_kept(held, comm), values)
+        if anchors.each:
+            results = run_in_turn(
+                saved.program, held, values, comm, makes_room=anchors.follows
+            )
+            outputs, kept = saved.sort(results)
+        else:
+            outputs, kept = saved.run(gather_kept(held, comm), values)
         return outputs, (shards, kept, Static(saved))
 
     def backward(residuals, cotangents):
@@ -274,15 +215,28 @@ def run_regathered(
         real = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         if not real:
             return grads, other_grads, no_grads
-        held, real = schedule.begin_backward(shards, real, saved.last_read)
-        full = gather_kept(held, comm, kind="regather")
-        vjp = rebuild_vjp(saved, full, arrays, [None] * len(others))
-        arrived = iter(real)
-        cotangents = [
-            zeros_of(c) if isinstance(c, SymbolicZero) else next(arrived)
-            for c in cotangents
-        ]
-        member_cts, other_cts = vjp(cotangents)
+        held, real, each = schedule.begin_backward(shards, real, saved.last_read)
+
+        def pull_back(full, arrays, real):
+            vjp = rebuild_vjp(saved, full, arrays, [None] * len(others))
+            arrived = iter(real)
+            return vjp(
+                [
+                    zeros_of(c) if isinstance(c, SymbolicZero) else next(arrived)
+                    for c in cotangents
+                ]
+            )
+
+        if each:
+            shapes = jax.eval_shape(lambda x: gather_group(x, comm), shards)
+            traced, out = jax.make_jaxpr(pull_back, return_shape=True)(
+                shapes, arrays, real
+            )
+            results = run_in_turn(traced, held, [*arrays, *real], comm, "regather")
+            member_cts, other_cts = jax.tree.unflatten(jax.tree.structure(out), results)
+        else:
+            full = gather_kept(held, comm, kind="regather")
+            member_cts, other_cts = pull_back(full, arrays, real)
         for i, ct in zip(saved.diff_members, member_cts, strict=True):
             grads[i] = ct
         for i, ct in zip(saved.diff_others, other_cts, strict=True):
@@ -294,7 +248,7 @@ def run_regathered(
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), list(others), tuple(anchors))
+    return run(list(shards), list(others), waits)
 
 
 def trace_forward(

@@ -11,7 +11,7 @@ import functools
 import weakref
 from typing import Any
 
-from fsdp_jax import _schedule
+from fsdp_jax import _gather
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import comm_of, divisor_of, group_of, set_state, state_of
 
@@ -81,7 +81,7 @@ def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
     if group.mesh.per_device():
         group.check_shards()
         comm = dataclasses.replace(comm_of(module, group), param_dtype=None)
-        return _schedule.gather_kept(group.values(), comm)
+        return _gather.gather_kept(group.values(), comm)
     return group.gather_global()
 
 

@@ -23,6 +23,7 @@ ORDER = [
     "_functional",
     "_collectives",
     "_ordering",
+    "_gather",
     "_schedule",
     "_layers",
     "_param",

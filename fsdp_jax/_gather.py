@@ -1,0 +1,177 @@
+"""Gather a group and hold its gathers back until what they wait for exists.
+
+What lives here: gathers that differentiate, and running a program while its parameters
+arrive. What must not: what is waited for (`_ordering`), and what backward needs of a
+forward (`_schedule`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
+
+from fsdp_jax._collectives import (
+    GroupComm,
+    Static,
+    gather_group,
+    packed_members,
+    scatter_group,
+)
+from fsdp_jax._dependence import Asking
+from fsdp_jax._ordering import Anchors, Log, after, floating, is_inexact
+
+Array = jax.Array
+
+
+def hold(
+    shards: list[Array], anchors: Anchors, first: set[int]
+) -> tuple[list[Array], list[Array]]:
+    """Hold shards back; those at the positions `first` for the early anchors only.
+
+    Returns:
+        The shards, and the late anchors as they come out of the barrier.
+    """
+    if anchors.early is anchors.late:
+        return after(shards, anchors.late)
+    early, _ = after([s for i, s in enumerate(shards) if i in first], anchors.early)
+    rest = [s for i, s in enumerate(shards) if i not in first]
+    rest, late = after(rest, anchors.late)
+    sources = iter(early), iter(rest)
+    return [next(sources[i not in first]) for i in range(len(shards))], late
+
+
+def gather_kept(
+    shards: Sequence[Array],
+    comm: GroupComm,
+    log: Log | None = None,
+    anchors: Anchors | None = None,
+    kind: str = "gather",
+) -> list[Array]:
+    """Gather a group; in backward reduce-scatter the gradients of the full arrays.
+
+    Members that are not differentiated, or whose gradient is zero for want of use, are
+    not reduced.
+
+    Args:
+        shards: one array per member of the group.
+        comm: how the group travels.
+        log: told about the reductions; None if the caller does that.
+        anchors: arrays that the gather waits for; the early ones, as it is not known
+            what is read first.
+        kind: of the gather, for its name in profiles.
+
+    Returns:
+        The full arrays.
+    """
+    dtypes = [s.dtype for s in shards]
+    waits = anchors.early if anchors is not None else []
+
+    def plain(shards, waits):
+        return gather_group(after(shards, waits)[0], comm, kind)
+
+    def forward(shards, waits):
+        needed = Static([s.perturbed for s in shards])
+        values = [s.value for s in shards], [w.value for w in waits]
+        return gather(*values), needed  # itself: gradients of gradients come here
+
+    def backward(needed, cotangents):
+        grads = [
+            None if isinstance(c, SymbolicZero) or not n else c
+            for n, c in zip(needed.value, cotangents, strict=True)
+        ]
+        reduced = scatter_group(grads, dtypes, comm)
+        if log is not None:
+            log.reduce(reduced)
+        return reduced, [None] * len(waits)
+
+    gather = jax.custom_vjp(plain)
+    gather.defvjp(forward, backward, symbolic_zeros=True)
+    return gather(list(shards), waits)
+
+
+def run_in_turn(
+    program: ClosedJaxpr,
+    shards: Sequence[Array],
+    others: Sequence[Array],
+    comm: GroupComm,
+    kind: str = "gather",
+    makes_room: bool = False,
+) -> list[Array]:
+    """Run a traced program while its large parameters are gathered one after the other.
+
+    In the order in which the program reads them, p0, p1, ...: p0 is gathered ahead, by
+    what its shard waits for. Small ones that travel together, then p1, start when p0 is
+    there. From then on, p[n + 2] starts when p[n + 1] is there and what p[n] was read
+    for is computed, so that something is left to compute beside every gather.
+
+    With `makes_room`, and enough of them, the last one comes one place earlier: what
+    remains to be computed is left to p0 of the next module. Nothing could make that p0
+    wait: XLA:TPU drops a barrier of which only the held array is used.
+
+    Args:
+        program: function of the full arrays, then of `others`.
+        shards: one array per member of the group.
+        others: the other inputs.
+        comm: how the group travels.
+        kind: of the gathers, for their names in profiles.
+        makes_room: whether to leave something to the next module.
+
+    Returns:
+        All results.
+    """
+    shapes = jax.eval_shape(lambda x: gather_group(x, comm), list(shards))
+    packed = packed_members(shapes, comm)
+    asking = Asking(program, range(len(shards)))
+    large = [i for i in asking.order if i not in packed]
+    together = [i for i in range(len(shards)) if i not in large]
+    travel = [i for i in asking.order if i in packed and comm.dims[i] is not None]
+    full: dict[int, Array] = {}
+    rest = deque(large)
+    makes_room = makes_room and len(large) > 3
+
+    def wait(held: list[Array], waits: list[Array], there: list[int]):
+        """Hold arrays back until others, and gathers, are there; both to be used on."""
+        places = [i for i, w in enumerate(waits) if is_inexact(w)]
+        given = [*[waits[i] for i in places], *[full[i] for i in there]]
+        held, given = after(held, given)
+        full.update(zip(there, given[len(places) :], strict=True))
+        passed = dict(zip(places, given))
+        return held, [passed.get(i, w) for i, w in enumerate(waits)]
+
+    def start(members: list[int], waits: list[Array], there: list[int]) -> list[Array]:
+        held, waits = wait([shards[i] for i in members], waits, there)
+        if members:
+            gathered = gather_kept(held, comm.only(members), kind=kind)
+            full.update(zip(members, gathered, strict=True))
+        return waits
+
+    def follow(waits: list[Array]) -> list[Array]:
+        if not rest:
+            return waits
+        member = rest.popleft()
+        before = large.index(member) - 1
+        there = travel if before == 0 and travel else large[before : before + 1]
+        return start([member], waits, there if before >= 0 else [])
+
+    def ask(member: int, besides: list[Array]) -> tuple[Array, list[Array]]:
+        while member not in full:  # one equation reads several
+            besides = follow(besides)
+        if makes_room and member == large[-3]:
+            besides = follow(besides)
+        if makes_room and member == large[-2]:
+            held, _ = wait(floating(besides), [], large[-1:])
+            arrived = iter(held)
+            besides = [next(arrived) if is_inexact(b) else b for b in besides]
+        return full[member], besides
+
+    def done(member: int, results: list[Array]) -> list[Array]:
+        return follow(results) if member in large else results
+
+    follow([])
+    start(together, [], large[:1])
+    follow([])
+    return asking([*[None] * len(shards), *others], ask, done)
