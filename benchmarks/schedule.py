@@ -42,12 +42,12 @@ ORDERINGS = (
     "ours[free,own,free]",
     "ours[own,own,free]",
     "ours[previous,own,free]",
-    "ours[first,own,free]",
     "ours[first,own,previous]",
-    "ours[first,first,previous]",
-    "ours[previous,own,previous]",
-    "ours[previous,own,own]",
-    "ours[free,previous,free]",
+    "ours[first,own,own]",
+    "ours[first,first,own]",
+    "ours[first,each,own]",
+    "ours[each,each,own]",
+    "ours[each,each,previous]",
     "ours[previous,previous,previous]",
 )
 

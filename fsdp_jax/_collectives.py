@@ -215,10 +215,10 @@ def _all_gather(x: Array, comm: GroupComm, dim: int, kind: str) -> Array:
     return x
 
 
-# Of few rows XLA:TPU makes an all-reduce, twice the traffic, if it does not like their
-# length: 32,000, but not 11,008. Of the same rows as tiles of 128 it makes a
-# reduce-scatter. Measured in benchmarks/README.md, "Few rows".
-_FEW_ROWS, _TILE = 16, 128
+# Of few long rows XLA:TPU makes an all-reduce, twice the traffic, unless it finds a way
+# to cut their length: 32,000 no, 32,768 yes. Of the same rows as tiles of 128 it makes
+# a reduce-scatter. Shorter ones need no help. benchmarks/README.md, "Few rows".
+_FEW_ROWS, _SHORT, _TILE = 16, 14336, 128
 
 
 def _reduce_scatter(x: Array, comm: GroupComm, dim: int) -> Array:
@@ -229,7 +229,7 @@ def _reduce_scatter(x: Array, comm: GroupComm, dim: int) -> Array:
             shape = list(x.shape)
             shape[dim] //= size
             few = stage > 0 and dim == 0 and shape[0] <= _FEW_ROWS
-            if few and x.ndim == 2 and shape[1] % _TILE == 0:
+            if few and x.ndim == 2 and shape[1] % _TILE == 0 and shape[1] > _SHORT:
                 x = x.reshape(x.shape[0], -1, _TILE)
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
             x = x.reshape(shape)

@@ -1,6 +1,6 @@
 """Figures of a schedule: what is asynchronous, what is hidden, what comes in a row.
 
-What lives here: arithmetic on a `Schedule`. What must not: reading program text, and
+What lives here: arithmetic on a `HloSchedule`. What must not: reading program text, and
 words for people.
 """
 
@@ -15,7 +15,7 @@ from fsdp_jax._hlo_collectives import (
     UNNAMED,
     USER,
 )
-from fsdp_jax._hlo_schedule import Schedule, Transfer
+from fsdp_jax._hlo_schedule import HloSchedule, Transfer
 from fsdp_jax._stablehlo import Written
 
 # By start of `device_kind`: cycles per second of a core, and bytes per second that one
@@ -43,7 +43,7 @@ def overlaps(transfer: Transfer) -> bool:
     return transfer.is_async and transfer.matmuls > 0
 
 
-def hide(schedule: Schedule, device_kind: str) -> str:
+def hide(schedule: HloSchedule, device_kind: str) -> str:
     """Fill in what share of each transfer compute covers.
 
     Time on the wire is `wire_bytes` over the bandwidth of one ring, time of compute the
@@ -128,7 +128,7 @@ def count_groups(transfers: Iterable[Transfer]) -> int:
     return len(named) + nameless
 
 
-def gathers_before_matmul(schedule: Schedule) -> list[Transfer]:
+def gathers_before_matmul(schedule: HloSchedule) -> list[Transfer]:
     """Gathers that start before the first matrix multiplication."""
     first = _matmuls(schedule)[:1]
     if not first:
@@ -136,7 +136,7 @@ def gathers_before_matmul(schedule: Schedule) -> list[Transfer]:
     return [t for t in schedule.transfers if t.is_gather and t.start < first[0]]
 
 
-def reductions_after_matmul(schedule: Schedule) -> list[Transfer]:
+def reductions_after_matmul(schedule: HloSchedule) -> list[Transfer]:
     """Reduce-scatters, in whatever form, that end after the last one."""
     last = _matmuls(schedule)[-1:]
     if not last:
@@ -145,11 +145,11 @@ def reductions_after_matmul(schedule: Schedule) -> list[Transfer]:
     return [t for t in reductions if t.done > last[0] and t.form != "fix-up"]
 
 
-def _matmuls(schedule: Schedule) -> list[int]:
+def _matmuls(schedule: HloSchedule) -> list[int]:
     return [i for i, step in enumerate(schedule.steps) if step.kind == "matmul"]
 
 
-def notation(schedule: Schedule) -> str:
+def notation(schedule: HloSchedule) -> str:
     """The schedule as one line.
 
     The signs are those of `ScheduleReport.notation`; five and more in a row are
@@ -161,7 +161,7 @@ def notation(schedule: Schedule) -> str:
     return _shorten("".join(signs))
 
 
-def _sign(schedule: Schedule, step) -> str:
+def _sign(schedule: HloSchedule, step) -> str:
     if step.kind == "enter":
         return "{"
     if step.kind == "leave":

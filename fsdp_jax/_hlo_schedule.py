@@ -109,7 +109,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class HloSchedule:
     """A whole program in execution order.
 
     Attributes:
@@ -141,7 +141,7 @@ class _Walk:
         self.busy: dict[str, bool] = {}
         self.flying: list[Transfer] = []
 
-    def run(self) -> Schedule:
+    def run(self) -> HloSchedule:
         entry = self.module.entry
         arguments = [self.buffers.new(p.leaves, 0) for p in entry.parameters]
         root = self.computation(entry, arguments, 1)
@@ -153,7 +153,7 @@ class _Walk:
             buffer.last = end
             if i in self.module.output_aliases and id(buffer) not in taken:
                 buffer.held = False  # it takes the memory of a donated argument
-        return Schedule(
+        return HloSchedule(
             tuple(self.steps),
             tuple(self.transfers),
             self.buffers.curve(lambda b: b.held and not b.leaf.space, end),
@@ -314,7 +314,7 @@ class _Walk:
         return result
 
 
-def read_schedule(text: str) -> Schedule:
+def read_schedule(text: str) -> HloSchedule:
     """Walk a compiled program in the order in which it runs.
 
     Args:

@@ -155,13 +155,19 @@ def make_mesh(
         them.
 
     Raises:
+        TypeError: something that is no device.
         ValueError: no devices.
 
     Source: README, "The schedule"; `jax.make_mesh`, which has no names for a torus.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(np.ravel(jax.devices() if devices is None else devices))
     if not devices:
         raise ValueError("make_mesh: no devices were given.")
+    if wrong := [d for d in devices if not hasattr(d, "device_kind")]:
+        raise TypeError(
+            f"make_mesh: expected devices such as those of jax.devices(), got "
+            f"{wrong[0]!r}."
+        )
     layout, names = _torus(devices)
     if layout.ndim < 2:
         names = (DEFAULT_AXIS,)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from fsdp_jax import _build, _ordering, _topology
 from fsdp_jax._build import BuildError, told
+from fsdp_jax._report_table import human
 from fsdp_jax._topology import PlanError, Topology
 from fsdp_jax.report import CommReport, comm_report
 
@@ -88,7 +89,7 @@ class Plan:
         """Whether it fits, in one sentence."""
         where = f"{self.num_slices} x " if self.num_slices > 1 else ""
         where += f"{self.topology} ({self.num_devices} devices)"
-        peak, hbm = readable(self.peak_bytes), readable(self.hbm_bytes)
+        peak, hbm = human(self.peak_bytes, 2), human(self.hbm_bytes, 2)
         if self.fits:
             return f"fits {where}: needs {peak} of the {hbm} of a device."
         least = "" if self.report.schedule else "at least "
@@ -121,7 +122,7 @@ class Plan:
         def add(name: str, size_bytes: int | None) -> None:
             if size_bytes is not None:
                 share = f"{size_bytes / self.hbm_bytes:.1%}"
-                table.add_row(name, readable(size_bytes), share)
+                table.add_row(name, human(size_bytes, 2), share)
 
         add("parameters", self.parameter_bytes)
         add("optimizer state", self.moment_bytes)
@@ -146,14 +147,6 @@ class Plan:
         file = io.StringIO()
         self.table(file)
         return file.getvalue()
-
-
-def readable(size_bytes: int) -> str:
-    """Bytes in the largest unit that leaves a digit before the point."""
-    size, units = float(size_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:,.0f} bytes" if units[0] == "bytes" else f"{size:,.2f} {units[0]}"
 
 
 def plan(

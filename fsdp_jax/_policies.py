@@ -116,6 +116,11 @@ def _axis_names(field: str, value: Any) -> tuple[str, ...]:
             f"DataParallelMeshDims: {field} is an empty tuple. Name an axis, or give "
             "None."
         )
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"DataParallelMeshDims: {field} names an axis twice: {names!r}. Name each "
+            "axis once."
+        )
     return names
 
 
@@ -131,7 +136,7 @@ class DataParallelMeshDims:
 
     Raises:
         TypeError: a field that is neither a name nor a tuple of names.
-        ValueError: both fields None, an empty tuple, or one axis in both roles.
+        ValueError: both fields None, an empty tuple, or an axis that is named twice.
     """
 
     shard: str | tuple[str, ...] | None = None

@@ -32,15 +32,14 @@ _PLAIN = {
 }
 
 
-def human(size: float | None) -> str:
-    """Bytes with a unit, three digits or so."""
+def human(size: float | None, digits: int = 1) -> str:
+    """Bytes in the largest unit that leaves a digit before the point."""
     if size is None:
         return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:,.{0 if units[0] == 'B' else digits}f} {units[0]}"
 
 
 def print_report(report: Any, file: IO[str] | None) -> None:
@@ -133,7 +132,11 @@ def _against(report: Any, direction: str, sent: int) -> str:
         ideal = report.ideal_gather_bytes
     elif direction == REDUCE_SCATTER:
         ideal = report.ideal_reduce_bytes
-    return f"{sent / ideal:.2f} x ideal" if ideal else ""
+    if not ideal:
+        return ""
+    if direction == REGATHER:
+        return f"{sent / ideal:.0%} of it again"
+    return f"{sent / ideal:.2f} x ideal"
 
 
 def _memory(report: Any) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from fsdp_jax._hlo_schedule import Schedule, Transfer
+from fsdp_jax._hlo_schedule import HloSchedule, Transfer
 from fsdp_jax._report_table import human
 
 # Mid tones on a transparent ground: they stand out on a light page and on a dark one.
@@ -75,7 +75,7 @@ class _Canvas:
         )
 
 
-def _weights(schedule: Schedule) -> tuple[list[float], str]:
+def _weights(schedule: HloSchedule) -> tuple[list[float], str]:
     """Width of each position, and what it stands for."""
     transfers = schedule.transfers
     if any(step.cycles for step in schedule.steps):
@@ -97,7 +97,7 @@ def _weights(schedule: Schedule) -> tuple[list[float], str]:
     return widths, "schedule position, by instruction (the compiler estimates no times)"
 
 
-def draw(schedule: Schedule) -> str:
+def draw(schedule: HloSchedule) -> str:
     """The picture as text.
 
     Args:
@@ -126,7 +126,7 @@ def draw(schedule: Schedule) -> str:
     return canvas.done(y + 28)
 
 
-def write(schedule: Schedule, path: Any) -> None:
+def write(schedule: HloSchedule, path: Any) -> None:
     """Write the picture of a schedule to a file."""
     pathlib.Path(path).write_text(draw(schedule), encoding="utf-8")
 
@@ -237,7 +237,7 @@ def _lane(canvas: _Canvas, y: float, height: float, title: str) -> None:
 
 
 def _compute(
-    canvas: _Canvas, y: float, schedule: Schedule, xs: Sequence[float]
+    canvas: _Canvas, y: float, schedule: HloSchedule, xs: Sequence[float]
 ) -> float:
     height = 20
     at = 0
@@ -257,7 +257,7 @@ def _compute(
 
 
 def _loops(
-    canvas: _Canvas, y: float, top: float, schedule: Schedule, xs: Sequence[float]
+    canvas: _Canvas, y: float, top: float, schedule: HloSchedule, xs: Sequence[float]
 ) -> float:
     """Dashed lines around loop bodies, which are drawn once."""
     open_at: list[int] = []
@@ -277,7 +277,9 @@ def _loops(
     return y + 12 if found else y
 
 
-def _chart(canvas: _Canvas, y: float, schedule: Schedule, xs: Sequence[float]) -> float:
+def _chart(
+    canvas: _Canvas, y: float, schedule: HloSchedule, xs: Sequence[float]
+) -> float:
     """Bytes alive over position."""
     curves = {"live": schedule.live_bytes, "gathered": schedule.gathered_bytes}
     most = max((max(c, default=0) for c in curves.values()), default=0) or 1

@@ -280,7 +280,8 @@ def parse(name: str, num_slices: int = 1) -> Topology:
     Raises:
         TopologyError: there is none of that name or shape.
     """
-    found = re.fullmatch(r"([a-z]\w*):(\d+(?:x\d+)*)", name) if name else None
+    text = name if isinstance(name, str) else ""
+    found = re.fullmatch(r"([a-z]\w*):(\d+(?:x\d+)*)", text)
     if found is None or found[1] not in {**TPUS, **GPUS}:
         known = ", ".join([*TPUS, *GPUS])
         raise TopologyError(

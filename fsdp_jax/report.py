@@ -31,7 +31,7 @@ from fsdp_jax._hlo_collectives import (
     REGATHER,
     USER,
 )
-from fsdp_jax._hlo_schedule import Schedule, Transfer, read_schedule
+from fsdp_jax._hlo_schedule import HloSchedule, Transfer, read_schedule
 from fsdp_jax._report_data import CommRow, GatherTiming, Memory, ScheduleReport
 from fsdp_jax._report_rows import ideal_bytes, rows_of_partitioner, rows_of_written
 from fsdp_jax._stablehlo import Written, read_collectives
@@ -62,7 +62,7 @@ class CommReport:
     memory: Memory
     schedule: ScheduleReport | None
     warnings: tuple[str, ...]
-    _schedule: Schedule | None = dataclasses.field(default=None, repr=False)
+    _schedule: HloSchedule | None = dataclasses.field(default=None, repr=False)
 
     @property
     def async_share(self) -> float | None:
@@ -216,7 +216,9 @@ def _device_kind(compiled: Any) -> str:
     return next(filter(None, map(device_kind_of, shardings)), "")
 
 
-def _memory(memory: Memory, schedule: Schedule, stats: Any, device_kind: str) -> Memory:
+def _memory(
+    memory: Memory, schedule: HloSchedule, stats: Any, device_kind: str
+) -> Memory:
     """Add what the compiler and the live ranges say."""
 
     def read(name: str) -> int | None:
@@ -243,7 +245,7 @@ def _memory(memory: Memory, schedule: Schedule, stats: Any, device_kind: str) ->
     )
 
 
-def _schedule_report(schedule: Schedule, device_kind: str) -> ScheduleReport:
+def _schedule_report(schedule: HloSchedule, device_kind: str) -> ScheduleReport:
     basis = _figures.hide(schedule, device_kind)
     gathers = [t for t in schedule.transfers if t.is_gather]
     first = _figures.gathers_before_matmul(schedule)
@@ -282,11 +284,16 @@ def _warnings(report: CommReport, transfers: Sequence[Transfer]) -> Iterable[str
     """What looks wrong, one sentence each."""
     mebibytes = 1 << 20
     large = [t for t in transfers if t.op == "all-reduce" and t.full_bytes >= _LARGE]
+    torus = "On TPU, give the mesh one axis per torus dimension: fsdp_jax.make_mesh()"
     for direction, what in (
-        (REDUCE_SCATTER, "the compiler replaced a reduce-scatter"),
-        (ALL_REDUCE, "gradients are reduced whole on every device"),
-        (GATHER, "the compiler replaced a gather"),
-        (REGATHER, "the compiler replaced a gather"),
+        (REDUCE_SCATTER, f"the compiler replaced a reduce-scatter. {torus}"),
+        (
+            ALL_REDUCE,
+            "gradients are reduced whole on every device. fsdp_jax.describe(model) "
+            "lists what is not cut, and why",
+        ),
+        (GATHER, f"the compiler replaced a gather. {torus}"),
+        (REGATHER, f"the compiler replaced a gather. {torus}"),
     ):
         found = [t for t in large if t.direction == direction and t.groups != (USER,)]
         if found:
@@ -294,7 +301,7 @@ def _warnings(report: CommReport, transfers: Sequence[Transfer]) -> Iterable[str
             groups = sorted({g for t in found for g in t.groups})
             yield (
                 f"parameter-sized all-reduce ({len(found)} of {size:.1f} MiB together, "
-                f"{_some(groups)}): {what}, at twice the traffic"
+                f"{_some(groups)}), at twice the traffic: {what}"
             )
     schedule = report.schedule
     if schedule and schedule.platform != "cpu":

@@ -354,8 +354,12 @@ def test_make_mesh_on_anything_but_tpus_has_one_axis():
     assert dims.replicate_names == ()
     mesh, dims = fsdp_jax.make_mesh(jax.devices()[5:2:-1])
     assert [d.id for d in mesh.devices] == [5, 4, 3]
+    square = np.array(jax.devices()).reshape(2, 4)
+    assert fsdp_jax.make_mesh(square)[0].devices.shape == (8,)
     with pytest.raises(ValueError, match="no devices"):
         fsdp_jax.make_mesh([])
+    with pytest.raises(TypeError, match="expected devices such as .*'x'"):
+        fsdp_jax.make_mesh("x")
 
 
 class Chip:

@@ -147,6 +147,7 @@ def test_mesh_dims_read_as_tuples_of_names(dims, shard, replicate):
         ({}, ValueError, "at least one of shard and replicate"),
         ({"shard": ()}, ValueError, "shard is an empty tuple"),
         ({"replicate": ()}, ValueError, "replicate is an empty tuple"),
+        ({"shard": ("a", "a")}, ValueError, "shard names an axis twice"),
         ({"shard": "x", "replicate": ("y", "x")}, ValueError, "'x' is named in both"),
         ({"shard": 0}, TypeError, "shard must be an axis name.*0"),
         ({"shard": ["x"]}, TypeError, r"shard must be an axis name.*\['x'\]"),
