@@ -6,11 +6,13 @@ that knows of shards, groups or devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.core import Tracer
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
@@ -115,17 +117,27 @@ def evaluate(
     for eqn, outs in _slice(jaxpr, wanted)[0]:
         values = [read(v) for v in eqn.invars]
         if callee := _callee(eqn):
-            results = evaluate(callee, values, outs)
+            with _named(eqn):
+                results = evaluate(callee, values, outs)
             env.update(zip([v for v, o in zip(eqn.outvars, outs) if o], results))
             continue
         env.update(zip(eqn.outvars, _bind(eqn, values), strict=True))
     return [read(v) for v, w in zip(jaxpr.outvars, wanted) if w]
 
 
+@contextlib.contextmanager
+def _named(eqn: JaxprEqn) -> Iterator[None]:
+    """Keep the scopes and the line of code that an equation was traced under."""
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names):
+        yield
+
+
 def _bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Apply one equation."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    with eqn.ctx.manager:
+    with _named(eqn), eqn.ctx.manager:
         result = eqn.primitive.bind(*values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]
 
@@ -170,15 +182,19 @@ class Asking:
         # What follows from the asked inputs alone, and the equation that it waits for.
         waiting: dict[Var, JaxprEqn | None] = dict.fromkeys(self._asked)
 
-        def need(var: Var, before: list[JaxprEqn], asks: list[Var]) -> None:
-            if var in self._asked and self._asked[var] not in self.order:
-                self.order.append(self._asked[var])
-                asks.append(var)
-            if (eqn := waiting.get(var)) is not None:
-                waiting.update(dict.fromkeys(eqn.outvars))
-                for v in _variables(eqn.invars):
-                    need(v, before, asks)
-                before.append(eqn)
+        def need(reads: list[Var], step: _Step) -> None:
+            stack: list[Var | JaxprEqn] = reads[::-1]
+            while stack:
+                top = stack.pop()
+                if not isinstance(top, Var):  # all that it reads is there
+                    step.before.append(top)
+                    continue
+                if top in self._asked and self._asked[top] not in self.order:
+                    self.order.append(self._asked[top])
+                    step.asks.append(top)
+                if (eqn := waiting.get(top)) is not None:
+                    waiting.update(dict.fromkeys(eqn.outvars))
+                    stack += [eqn, *_variables(eqn.invars)[::-1]]
 
         for eqn in [*jaxpr.eqns, None]:
             reads = _variables(jaxpr.outvars if eqn is None else eqn.invars)
@@ -187,8 +203,7 @@ class Asking:
                 waiting.update(dict.fromkeys(eqn.outvars, eqn))
                 continue
             step = _Step(eqn, [], [], [v for v in reads if v not in waiting])
-            for v in reads:
-                need(v, step.before, step.asks)
+            need(reads, step)
             self._steps.append(step)
 
     def __call__(

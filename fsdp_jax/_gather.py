@@ -163,6 +163,8 @@ def run_in_turn(
         if makes_room and member == large[-3]:
             besides = follow(besides)
         if makes_room and member == large[-2]:
+            while large[-1] not in full:  # read by one equation with those before it
+                besides = follow(besides)
             held, _ = wait(floating(besides), [], large[-1:])
             arrived = iter(held)
             besides = [next(arrived) if is_inexact(b) else b for b in besides]

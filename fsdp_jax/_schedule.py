@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fsdp_jax._collectives import (
     GroupComm,
@@ -24,7 +24,7 @@ from fsdp_jax._collectives import (
     packed_members,
     scatter_group,
 )
-from fsdp_jax._dependence import depends_on, evaluate
+from fsdp_jax._dependence import Asking, depends_on, evaluate
 from fsdp_jax._gather import gather_kept, hold, run_in_turn
 from fsdp_jax._ordering import Anchors, Log, Ordering, after, floating, is_inexact
 
@@ -300,7 +300,8 @@ def trace_forward(
     num_outputs = len(shapes[0])
     from_params = [False] * num_outputs + [not d for d in depends[num_outputs:]]
     packed = packed_members(full, comm)
-    reads = _reads(closed, [i for i in range(len(full)) if i not in packed])
+    order = Asking(closed, range(len(full))).order
+    reads = [i for i in order if i not in packed]
     return Saved(
         closed,
         from_params,
@@ -311,18 +312,6 @@ def trace_forward(
         set(reads[:1]),
         set(reads[-1:]),
     )
-
-
-def _reads(closed: ClosedJaxpr, members: list[int]) -> list[int]:
-    """Those of the members that are read, in the order of their first use."""
-    positions = {closed.jaxpr.invars[i]: i for i in members}
-    used = [
-        positions[v]
-        for eqn in closed.jaxpr.eqns
-        for v in eqn.invars
-        if not isinstance(v, Literal) and v in positions
-    ]
-    return list(dict.fromkeys(used))
 
 
 def rebuild_vjp(

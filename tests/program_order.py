@@ -2,7 +2,8 @@
 
 What lives here: reading a jaxpr. A collective comes before another one if a path of
 operands leads from the first to the second; `optimization_barrier` is one step of such
-a path, from each of its operands to all of its results.
+a path, from each of its operands to all of its results. Matmuls are told apart from
+each other where a test names them (`named_matmul`).
 """
 
 import dataclasses
@@ -18,13 +19,19 @@ _NAME = re.compile(r"fsdp:(\w+):([\w.]*)")
 _LOOPS = ("scan", "while", "cond")
 
 
+def named_matmul(name: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel`, which `Order` lists as `matmul:name`; so in backward."""
+    with jax.named_scope(f"fsdp:matmul:{name}"):
+        return x @ kernel
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective that a module asked for.
+    """A collective that a module asked for, or a named matmul.
 
     Attributes:
-        kind: `gather`, `regather`, `reduce_scatter` or `all_reduce`.
-        group: path of the module.
+        kind: `gather`, `regather`, `reduce_scatter`, `all_reduce` or `matmul`.
+        group: path of the module, or name of the matmul.
         shape: of its result.
         number: which one of this kind and group, in program order.
     """
@@ -48,7 +55,11 @@ class Order:
 
     def before(self, kind: str, group: str, number: int = 0) -> set[str]:
         """What must come before a collective, as `kind:group`."""
-        return {str(c) for c in self._before[self.find(kind, group, number)]}
+        return {str(c) for c in self.ancestors(self.find(kind, group, number))}
+
+    def ancestors(self, found: Collective) -> frozenset[Collective]:
+        """All that must come before a collective."""
+        return self._before[found]
 
     def find(self, kind: str, group: str, number: int = 0) -> Collective:
         """A collective by its name."""
@@ -82,7 +93,9 @@ class Order:
                 )
                 continue
             result = frozenset().union(*inputs)
-            if eqn.primitive.name in ("all_gather", "reduce_scatter", "psum"):
+            name = eqn.primitive.name
+            named = name == "dot_general" and "fsdp:matmul:" in stack
+            if named or name in ("all_gather", "reduce_scatter", "psum"):
                 result |= {self._note(eqn, stack, result)}
             known.update((v, result) for v in eqn.outvars)
         return [look(v) for v in jaxpr.outvars]

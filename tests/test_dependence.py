@@ -1,4 +1,4 @@
-"""What an output of a traced program depends on, and evaluating a part of one."""
+"""What an output of a traced program depends on, and evaluating it bit by bit."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from fsdp_jax._dependence import depends_on, evaluate
+from fsdp_jax._dependence import Asking, depends_on, evaluate
 
 P = jnp.arange(1.0, 7.0).reshape(2, 3)
+Q = jnp.arange(8.0, 0.0, -1.0).reshape(4, 2) / 5
 X = jnp.arange(1.0, 13.0).reshape(3, 4) / 7
 
 
@@ -225,3 +226,306 @@ def test_evaluate_can_be_traced_and_differentiated():
         )
 
     np.testing.assert_allclose(gradient(P), jnp.cos(P), rtol=1e-6)
+
+
+# Programs that ask for their inputs.
+
+
+def as_it_is(i: int, values: list[Any]) -> list[Any]:
+    return values
+
+
+def asking(
+    f: Callable[..., Any], ask: Callable[..., Any] = as_it_is, done: Any = as_it_is
+) -> tuple[list[Any], list[Any]]:
+    """Evaluate `f(P, Q, X)` while it asks for P and Q.
+
+    Args:
+        f: the program.
+        ask: what `Asking` gives it, to what to use in place of the other arrays read.
+        done: as `Asking` takes it.
+
+    Returns:
+        All outputs; and what was asked for and done, in order.
+    """
+    program = Asking(jax.make_jaxpr(f)(P, Q, X), [0, 1])
+    events: list[Any] = []
+
+    def asked(i, besides):
+        events.append(("ask", i))
+        return (P, Q)[i], ask(i, besides)
+
+    def computed(i, results):
+        events.append(("done", i))
+        return done(i, results)
+
+    outputs = program([None, None, X], asked, computed)
+    assert [i for kind, i in events if kind == "ask"] == program.order
+    return outputs, events
+
+
+def asked_by(f: Callable[..., Any]) -> list[int]:
+    """Which of the inputs `f` asks for, in order."""
+    return [i for kind, i in asking(f)[1] if kind == "ask"]
+
+
+def sequence(f: Callable[..., Any]) -> list[str]:
+    """Primitives in the order in which `f` is evaluated; "ask" where it asks."""
+
+    def run(p, q, x):
+        def ask(i, besides):
+            return jax.lax.optimization_barrier((p, q)[i]), besides
+
+        return Asking(closed, [0, 1])([None, None, x], ask, as_it_is)
+
+    closed = jax.make_jaxpr(f)(P, Q, X)
+    names = [eqn.primitive.name for eqn in jax.make_jaxpr(run)(P, Q, X).eqns]
+    return ["ask" if name == "optimization_barrier" else name for name in names]
+
+
+@jax.custom_vjp
+def product(p, x):
+    return p @ x
+
+
+product.defvjp(
+    lambda p, x: (p @ x, (p, x)), lambda px, ct: (ct @ px[1].T, px[0].T @ ct)
+)
+
+
+def in_a_jit(p, q, x):
+    return jax.jit(lambda p, q, x: p @ x @ q)(p, q, x)
+
+
+def in_a_scan(p, q, x):
+    return jax.lax.scan(lambda sum, row: (sum + (row @ x @ q).sum(), row * 2), 0.0, p)
+
+
+def in_a_branch(p, q, x):
+    branches = lambda p, x: p @ x @ q, lambda p, x: p @ (x + 1) @ q
+    return jax.lax.cond(x[0, 0] > 0, *branches, p, x)
+
+
+def in_a_while_loop(p, q, x):
+    def step(state):
+        return state[0] + 1, (q @ (p @ state[1] + 1))[:3] / 10
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, step, (0, x[:, :3])), q
+
+
+def in_a_checkpoint(p, q, x):
+    return jax.checkpoint(lambda p, q, x: jnp.sin(p @ x) @ q)(p, q, x)
+
+
+def in_a_custom_vjp(p, q, x):
+    return product(p, x), q
+
+
+def in_a_linearization(p, q, x):
+    _, vjp = jax.vjp(lambda p, q, x: jax.nn.gelu(product(p, x)) @ q, p, q, x)
+    return vjp(jnp.ones((2, 2)))
+
+
+def with_activations(p, q, x):
+    return jax.nn.relu(jax.nn.gelu(p) @ jax.nn.relu(x - 1)), jax.nn.relu(q - 1)
+
+
+def with_a_constant(p, q, x):
+    return p @ (x + np.arange(4.0)), q * np.ones(2)
+
+
+def with_a_literal(p, q, x):
+    return 1.0, p @ x @ q, 2
+
+
+def read_twice(p, q, x):
+    return p @ x @ q @ p
+
+
+def derived(p, q, x):
+    return (p.T @ q.T).astype(jnp.bfloat16) * x.sum(), p.T + 1, x
+
+
+PROGRAMS = [
+    in_a_jit,
+    in_a_scan,
+    in_a_branch,
+    in_a_while_loop,
+    in_a_checkpoint,
+    in_a_custom_vjp,
+    in_a_linearization,
+    with_activations,
+    with_a_constant,
+    with_a_literal,
+    read_twice,
+    derived,
+]
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+def test_a_program_that_asks_gives_the_same_outputs(f):
+    got, _ = asking(f)
+    for a, b in zip(got, jax.tree.leaves(f(P, Q, X)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+def test_every_input_that_is_read_is_asked_for_once(f):
+    assert sorted(asked_by(f)) == [0, 1]
+
+
+def test_inputs_are_asked_for_in_the_order_in_which_they_are_read():
+    assert asked_by(lambda p, q, x: p @ x @ q) == [0, 1]
+    assert asked_by(lambda p, q, x: (x @ q, p @ x)) == [1, 0]
+    assert asked_by(lambda p, q, x: p @ (x @ q)) == [1, 0]
+
+
+def test_an_input_that_is_not_read_is_not_asked_for():
+    assert asked_by(lambda p, q, x: p @ x) == [0]
+    assert asked_by(lambda p, q, x: x + 1) == []
+    assert asked_by(lambda p, q, x: (jnp.sin(p), p.T)[1] @ jnp.ones(2)) == [0]
+
+
+def test_an_output_that_is_an_input_is_asked_for_last():
+    outputs, events = asking(lambda p, q, x: (p, x, x @ q))
+    assert events == [("ask", 1), ("done", 1), ("ask", 0)]
+    np.testing.assert_array_equal(outputs[0], P)
+
+
+def test_what_follows_from_asked_inputs_waits_until_it_is_needed():
+    def f(p, q, x):
+        cast, turned = q.astype(jnp.bfloat16), p.T
+        return jnp.sin(x).T @ turned @ cast.astype(jnp.float32).T
+
+    dot, cast = "dot_general", "convert_element_type"
+    first = ["sin", "transpose", "ask", "transpose", dot]
+    assert sequence(f) == [*first, "ask", cast, cast, "transpose", dot]
+
+
+def test_what_follows_from_asked_inputs_is_not_computed_for_nothing():
+    assert sequence(lambda p, q, x: (jnp.sin(p), jnp.cos(x))[1]) == ["cos"]
+
+
+def test_what_follows_from_asked_inputs_is_computed_once():
+    def f(p, q, x):
+        turned = jnp.sin(p).T
+        return x.T @ turned, turned @ x[:2], turned + 1
+
+    assert sequence(f).count("sin") == sequence(f).count("ask") == 1
+
+
+def test_one_equation_asks_for_all_that_it_reads():
+    _, events = asking(lambda p, q, x: jax.jit(lambda *a: a[0] @ a[2] @ a[1])(p, q, x))
+    assert events == [("ask", 0), ("ask", 1), ("done", 0), ("done", 1)]
+    assert [kind for kind, _ in asking(in_a_scan)[1]] == ["ask", "ask", "done", "done"]
+
+
+def test_what_is_returned_in_place_of_arrays_is_used_from_there_on():
+    def f(p, q, x):
+        total = x.sum()
+        y = p @ x
+        return total, x * 1, y @ q, y
+
+    outputs, _ = asking(f, ask=lambda i, besides: [b * 10 for b in besides])
+    expected = X.sum(), 10 * X, 100 * P @ X @ Q, 100 * P @ X
+    for a, b in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    outputs, _ = asking(f, done=lambda i, results: [-r for r in results])
+    for a, b in zip(outputs, (X.sum(), X, P @ X @ Q, -P @ X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_what_is_read_besides_follows_from_no_asked_input():
+    sizes = []
+
+    def f(p, q, x):
+        return jnp.concatenate([a.ravel() for a in (x[0], p, x, q.T, p)])
+
+    def ask(i, besides):
+        sizes.append((i, [b.size for b in besides]))
+        return besides
+
+    asking(f, ask)
+    assert sizes == [(0, [4, 12]), (1, [4, 12])]
+
+
+@pytest.mark.parametrize("of_an_input", [False, True])
+def test_side_effects_keep_their_place(of_an_input):
+    def f(p, q, x):
+        y = x @ q
+        jax.debug.callback(lambda _: None, p if of_an_input else y)
+        return jnp.sin(y), p
+
+    first, effect = ["ask", "dot_general"], "debug_callback"
+    if of_an_input:
+        assert sequence(f) == [*first, "ask", effect, "sin"]
+    else:
+        assert sequence(f) == [*first, effect, "sin", "ask"]
+
+
+def test_a_side_effect_happens_once():
+    seen = []
+
+    def f(p, q, x):
+        jax.debug.callback(lambda p: seen.append(p.shape), p.T)
+        return p @ x @ q
+
+    asking(f)
+    jax.effects_barrier()
+    assert seen == [P.T.shape]
+
+
+def test_a_program_that_asks_can_be_traced_and_differentiated():
+    def f(p, q, x):
+        return (jax.nn.relu(product(p, x)) @ q).sum()
+
+    def run(p, q, x):
+        program = Asking(jax.make_jaxpr(f)(P, Q, X), [0, 1])
+        return program([None, None, x], lambda i, b: ((p, q)[i], b), as_it_is)[0]
+
+    got, expected = (jax.jit(jax.grad(g, (0, 1, 2)))(P, Q, X) for g in (run, f))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_long_chains_of_what_follows_from_an_input():
+    def f(p, q, x):
+        for _ in range(1500):  # more than Python calls within each other
+            p = p + 1
+        return p @ x
+
+    assert asked_by(f) == [0]
+
+
+def scopes(closed: Any) -> list[str]:
+    """The named scopes that the matmuls of a program stand in."""
+    eqns = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    return [str(eqn.source_info.name_stack) for eqn in eqns]
+
+
+def test_equations_keep_their_names():
+    @jax.jit
+    def nested(p, x):
+        with jax.named_scope("inside"):
+            return p @ x
+
+    def f(p, q, x):
+        with jax.named_scope("outer"):
+            return nested(p, x), jax.named_scope("other")(lambda: x @ q)()
+
+    closed = jax.make_jaxpr(f)(P, Q, X)
+
+    def part(p, q, x):
+        with jax.named_scope("now"):
+            return evaluate(closed, [p, q, x], [True, True])
+
+    def asked(p, q, x):
+        with jax.named_scope("now"):
+            ask = lambda i, b: ((p, q)[i], b)  # noqa: E731
+            return Asking(closed, [0, 1])([None, None, x], ask, as_it_is)
+
+    assert scopes(jax.make_jaxpr(part)(P, Q, X)) == [
+        "now/outer/inside",
+        "now/outer/other",
+    ]
+    assert scopes(jax.make_jaxpr(asked)(P, Q, X)) == ["now/outer/other"]

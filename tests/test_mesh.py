@@ -3,10 +3,12 @@
 import itertools
 import pickle
 import random
+import re
 from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +17,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax
-from fsdp_jax import DataParallelMeshDims, _mesh, fully_shard, local_shape
+from fsdp_jax import (
+    DataParallelMeshDims,
+    Shard,
+    _collectives,
+    _mesh,
+    fully_shard,
+    local_shape,
+)
 from fsdp_jax._mesh import MeshInfo, resolve_mesh
 from tests import helpers
 
@@ -303,6 +312,98 @@ def test_counts_are_those_of_one_axis_times_the_axes(free, mesh8):
     assert three["all_gather"] == 3 * one["all_gather"] > 0
     assert three["reduce_scatter"] == 3 * one["reduce_scatter"] > 0
     assert three["all_reduce"] == one["all_reduce"]
+
+
+class Products(nnx.Module):
+    """A product with each kernel of some shapes."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        draws = [jax.random.normal(k, shape) for k, shape in zip(keys, shapes)]
+        self.kernels = nnx.List([nnx.Param(draw) for draw in draws])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        products = [x[:, : k.shape[0]] @ k[...] for k in self.kernels]
+        return jnp.concatenate([jnp.tanh(p) for p in products], axis=1)
+
+
+# Rows of the second stage, of two and of sixteen: in tiles if they divide by 128.
+TILED = [(16, 128), (16, 384), (128, 256)]
+WHOLE = [(16, 130), (136, 128), (256, 128), (128, 100)]
+
+
+def products(shapes: Any, mesh: Mesh, dims: Any = None, cut: int = 0) -> Any:
+    model: Any = fully_shard(
+        Products(shapes),
+        mesh=mesh,
+        dp_mesh_dims=dims,
+        shard_placement_fn=lambda _: Shard(cut),
+    )
+    model.set_packing_threshold_bytes(0)
+    return model
+
+
+def gradients_of_products(model: Any) -> Any:
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (8, 256))
+    return nnx.as_pure(nnx.jit(fsdp_jax.grad(loss))(model, x))
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_few_rows_are_summed_as_over_one_axis(cut, mesh8):
+    shapes = [(16, 128), (16, 384), (16, 130)][: 3 - cut]
+    found = gradients_of_products(products(shapes, *axes_of(2, 4), cut))
+    one = gradients_of_products(products(shapes, mesh8, cut=cut))
+    helpers.assert_trees_close(found, one)
+
+
+def test_numbers_do_not_depend_on_tiles(monkeypatch):
+    tiled, whole = products([(16, 384)], *axes_of(2, 4)), [(16, 384), (8, 384)]
+    found = gradients_of_products(tiled)
+    monkeypatch.setattr(_collectives, "_FEW_ROWS", 0)
+    assert scattered(tiled) == whole
+    for a, b in zip(
+        jax.tree.leaves(found), jax.tree.leaves(gradients_of_products(tiled))
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def scattered(model: Any) -> list[tuple[int, ...]]:
+    """Shapes of what the reduce-scatters of a gradient program are given."""
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    text = helpers.lowered_text(fsdp_jax.grad(loss), model, np.ones((8, 256), "f4"))
+    operands = re.findall(
+        r"stablehlo\.reduce_scatter.*?\}\) : \(tensor<([\dx]+)xf32>\)", text, re.DOTALL
+    )
+    return [tuple(int(size) for size in o.split("x")) for o in operands]
+
+
+@pytest.mark.parametrize("shape", TILED)
+def test_few_rows_travel_as_tiles_after_the_first_axis(shape, mesh8):
+    rows, width = shape
+    tiles = (rows // 2, width // 128, 128)
+    assert scattered(products([shape], *axes_of(2, 4))) == [shape, tiles]
+    assert scattered(products([shape], mesh8)) == [shape]
+    reverse = axes_of(2, 4, reverse=True)
+    assert scattered(products([shape], *reverse)) == [shape, (rows // 4, *tiles[1:])]
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_other_rows_travel_as_they_are(shape):
+    rows, width = shape
+    found = scattered(products([shape], *axes_of(2, 4)))
+    assert found == [shape, (rows // 2, width)]
+
+
+def test_rows_of_a_buffer_travel_as_tiles():
+    model = products([(16, 128), (16, 384)], *axes_of(2, 4))
+    model.set_packing_threshold_bytes(10**6)
+    assert scattered(model) == [(8, 1024), (4, 8, 128)]
+
+
+def test_another_cut_dim_travels_as_it_is():
+    found = scattered(products([(128, 128)], *axes_of(2, 4), 1))
+    assert found == [(128, 128), (128, 64)]
 
 
 def test_other_entries_work_over_several_axes(over_one_axis):

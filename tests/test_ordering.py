@@ -268,11 +268,13 @@ def test_an_ordering_compiles_anew_and_the_same_one_does_not():
 
 
 @pytest.mark.parametrize("free", [True, None, False])
-@pytest.mark.parametrize(("word", "lag"), [("own", 0), ("previous", 1), ("first", 1)])
+@pytest.mark.parametrize(
+    ("word", "lag"), [("own", 0), ("previous", 1), ("first", 1), ("each", 1)]
+)
 def test_a_gather_of_forward_waits_for_an_input(word, lag, free):
     # All parameters of a block are packed, and none of them counts as read first; of a
     # group that is kept it is not known what is.
-    if word == "first":
+    if word in ("first", "each"):
         lag = int(free is False)
     found = order(sharded(Ordering(word), free))
     for k in range(BLOCKS):
@@ -286,7 +288,9 @@ def test_a_free_gather_of_forward_waits_for_nothing(free):
         assert found.before("gather", f"blocks.{k}") == set()
 
 
-@pytest.mark.parametrize(("word", "lag"), [("own", 0), ("previous", 1), ("first", 0)])
+@pytest.mark.parametrize(
+    ("word", "lag"), [("own", 0), ("previous", 1), ("first", 0), ("each", 0)]
+)
 def test_a_second_gather_waits_for_a_gradient(word, lag):
     found = order(sharded(Ordering("free", word, "free")))
     for k in range(BLOCKS):
