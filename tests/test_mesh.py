@@ -327,6 +327,12 @@ class Products(nnx.Module):
         return jnp.concatenate([jnp.tanh(p) for p in products], axis=1)
 
 
+@pytest.fixture
+def any_length(monkeypatch):
+    """Rows of any length count as long ones, so that small kernels do."""
+    monkeypatch.setattr(_collectives, "_SHORT", 0)
+
+
 # Rows of the second stage, of two and of sixteen: in tiles if they divide by 128.
 TILED = [(16, 128), (16, 384), (128, 256)]
 WHOLE = [(16, 130), (136, 128), (256, 128), (128, 100)]
@@ -343,13 +349,17 @@ def products(shapes: Any, mesh: Mesh, dims: Any = None, cut: int = 0) -> Any:
     return model
 
 
+def mean_of_squares(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
 def gradients_of_products(model: Any) -> Any:
-    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (8, 256))
-    return nnx.as_pure(nnx.jit(fsdp_jax.grad(loss))(model, x))
+    return nnx.as_pure(nnx.jit(fsdp_jax.grad(mean_of_squares))(model, x))
 
 
 @pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.usefixtures("any_length")
 def test_few_rows_are_summed_as_over_one_axis(cut, mesh8):
     shapes = [(16, 128), (16, 384), (16, 130)][: 3 - cut]
     found = gradients_of_products(products(shapes, *axes_of(2, 4), cut))
@@ -357,21 +367,20 @@ def test_few_rows_are_summed_as_over_one_axis(cut, mesh8):
     helpers.assert_trees_close(found, one)
 
 
+@pytest.mark.usefixtures("any_length")
 def test_numbers_do_not_depend_on_tiles(monkeypatch):
-    tiled, whole = products([(16, 384)], *axes_of(2, 4)), [(16, 384), (8, 384)]
-    found = gradients_of_products(tiled)
+    model = products([(16, 384)], *axes_of(2, 4))
+    tiled = gradients_of_products(model)
     monkeypatch.setattr(_collectives, "_FEW_ROWS", 0)
-    assert scattered(tiled) == whole
-    for a, b in zip(
-        jax.tree.leaves(found), jax.tree.leaves(gradients_of_products(tiled))
-    ):
-        np.testing.assert_array_equal(a, b)
+    assert scattered(model) == [(16, 384), (8, 384)]
+    whole = gradients_of_products(model)
+    np.testing.assert_array_equal(*jax.tree.leaves((tiled, whole)))
 
 
 def scattered(model: Any) -> list[tuple[int, ...]]:
     """Shapes of what the reduce-scatters of a gradient program are given."""
-    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
-    text = helpers.lowered_text(fsdp_jax.grad(loss), model, np.ones((8, 256), "f4"))
+    x = np.ones((8, 256), np.float32)
+    text = helpers.lowered_text(fsdp_jax.grad(mean_of_squares), model, x)
     operands = re.findall(
         r"stablehlo\.reduce_scatter.*?\}\) : \(tensor<([\dx]+)xf32>\)", text, re.DOTALL
     )
@@ -379,6 +388,7 @@ def scattered(model: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("shape", TILED)
+@pytest.mark.usefixtures("any_length")
 def test_few_rows_travel_as_tiles_after_the_first_axis(shape, mesh8):
     rows, width = shape
     tiles = (rows // 2, width // 128, 128)
@@ -388,13 +398,22 @@ def test_few_rows_travel_as_tiles_after_the_first_axis(shape, mesh8):
     assert scattered(products([shape], *reverse)) == [shape, (rows // 4, *tiles[1:])]
 
 
+@pytest.mark.parametrize("width", [14336, 14464])
+def test_only_long_rows_travel_as_tiles(width):
+    found = scattered(products([(16, width)], *axes_of(2, 4)))
+    tiles = (8, width // 128, 128)
+    assert found == [(16, width), tiles if width > 14336 else (8, width)]
+
+
 @pytest.mark.parametrize("shape", WHOLE)
+@pytest.mark.usefixtures("any_length")
 def test_other_rows_travel_as_they_are(shape):
     rows, width = shape
     found = scattered(products([shape], *axes_of(2, 4)))
     assert found == [shape, (rows // 2, width)]
 
 
+@pytest.mark.usefixtures("any_length")
 def test_rows_of_a_buffer_travel_as_tiles():
     model = products([(16, 128), (16, 384)], *axes_of(2, 4))
     model.set_packing_threshold_bytes(10**6)
