@@ -183,7 +183,7 @@ class Asking:
         waiting: dict[Var, JaxprEqn | None] = dict.fromkeys(self._asked)
 
         def need(reads: list[Var], step: _Step) -> None:
-            stack: list[Var | JaxprEqn] = reads[::-1]
+            stack: list[Var | JaxprEqn] = [*reads[::-1]]
             while stack:
                 top = stack.pop()
                 if not isinstance(top, Var):  # all that it reads is there

@@ -139,7 +139,7 @@ def _rebuild_mesh_info(ids, shape, names, types, shard_axes) -> MeshInfo:
 
 
 def make_mesh(
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
 ) -> tuple[Mesh, DataParallelMeshDims]:
     """Lay devices out for sharding: one mesh axis per dimension of a TPU's torus.
 

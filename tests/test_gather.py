@@ -20,7 +20,7 @@ from tests.program_order import Collective, Order, named_matmul, order_of
 
 WIDTH = 8
 LINE = 100  # bytes; between a bias or a scale (32) and a kernel (256)
-QUICK = {"xla_backend_optimization_level": 0}  # to compile, not to run
+QUICK: Any = {"xla_backend_optimization_level": 0}  # to compile, not to run
 FREE = Ordering("free", "own", "own")
 EACH = Ordering("each", "each", "own")
 

@@ -338,7 +338,9 @@ TILED = [(16, 128), (16, 384), (128, 256)]
 WHOLE = [(16, 130), (136, 128), (256, 128), (128, 100)]
 
 
-def products(shapes: Any, mesh: Mesh, dims: Any = None, cut: int = 0) -> Any:
+def products(
+    shapes: Any, mesh: Mesh, dims: DataParallelMeshDims | None = None, *, cut: int = 0
+) -> Any:
     model: Any = fully_shard(
         Products(shapes),
         mesh=mesh,
@@ -362,7 +364,7 @@ def gradients_of_products(model: Any) -> Any:
 @pytest.mark.usefixtures("any_length")
 def test_few_rows_are_summed_as_over_one_axis(cut, mesh8):
     shapes = [(16, 128), (16, 384), (16, 130)][: 3 - cut]
-    found = gradients_of_products(products(shapes, *axes_of(2, 4), cut))
+    found = gradients_of_products(products(shapes, *axes_of(2, 4), cut=cut))
     one = gradients_of_products(products(shapes, mesh8, cut=cut))
     helpers.assert_trees_close(found, one)
 
@@ -421,7 +423,7 @@ def test_rows_of_a_buffer_travel_as_tiles():
 
 
 def test_another_cut_dim_travels_as_it_is():
-    found = scattered(products([(128, 128)], *axes_of(2, 4), 1))
+    found = scattered(products([(128, 128)], *axes_of(2, 4), cut=1))
     assert found == [(128, 128), (128, 64)]
 
 
