@@ -3,12 +3,13 @@
 What lives here: reading a jaxpr. A collective comes before another one if a path of
 operands leads from the first to the second; `optimization_barrier` is one step of such
 a path, from each of its operands to all of its results. Matmuls are told apart from
-each other where a test names them (`named_matmul`).
+each other where a test names them (`matmul_named`).
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -19,10 +20,9 @@ _NAME = re.compile(r"fsdp:(\w+):([\w.]*)")
 _LOOPS = ("scan", "while", "cond")
 
 
-def named_matmul(name: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x @ kernel`, which `Order` lists as `matmul:name`; so in backward."""
-    with jax.named_scope(f"fsdp:matmul:{name}"):
-        return x @ kernel
+def matmul_named(name: str) -> AbstractContextManager[Any]:
+    """The matmuls made in here, in backward too, are listed as `matmul:name`."""
+    return jax.named_scope(f"fsdp:matmul:{name}")
 
 
 @dataclasses.dataclass(frozen=True)

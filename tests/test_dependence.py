@@ -378,6 +378,8 @@ def test_inputs_are_asked_for_in_the_order_in_which_they_are_read():
     assert asked_by(lambda p, q, x: p @ x @ q) == [0, 1]
     assert asked_by(lambda p, q, x: (x @ q, p @ x)) == [1, 0]
     assert asked_by(lambda p, q, x: p @ (x @ q)) == [1, 0]
+    assert asked_by(lambda p, q, x: (p.T @ q.T) * x) == [0, 1]
+    assert asked_by(lambda p, q, x: (q @ p) * x[:1, :3]) == [1, 0]
 
 
 def test_an_input_that_is_not_read_is_not_asked_for():

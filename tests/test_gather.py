@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 import fsdp_jax
 from fsdp_jax import MixedPrecisionPolicy, Ordering, Shard, fully_shard
 from tests import helpers
-from tests.program_order import Collective, Order, named_matmul, order_of
+from tests.program_order import Collective, Order, matmul_named, order_of
 
 WIDTH = 8
+KERNEL = (WIDTH, WIDTH)
 LINE = 100  # bytes; between a bias or a scale (32) and a kernel (256)
 QUICK: Any = {"xla_backend_optimization_level": 0}  # to compile, not to run
 FREE = Ordering("free", "own", "own")
@@ -39,7 +40,7 @@ class Kernels(nnx.Module):
     def __init__(self, num: int, rngs: nnx.Rngs, run: Run = one_by_one) -> None:
         draw = nnx.initializers.lecun_normal()
         keys = [rngs.params() for _ in range(num)]
-        self.kernels = nnx.List([nnx.Param(draw(k, (WIDTH, WIDTH))) for k in keys])
+        self.kernels = nnx.List([nnx.Param(draw(k, KERNEL)) for k in keys])
         self.run = run
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -169,10 +170,6 @@ def three_in_one_jit(ks, x):
     return one_by_one(ks[3:], jax.jit(one_by_one)(ks[:3], x))
 
 
-def two_in_one_jit(ks, x):
-    return one_by_one(ks[3:], jax.jit(one_by_one)(ks[1:3], jnp.tanh(x @ ks[0])))
-
-
 def in_a_scan_over_them(ks, x):
     return jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), x, jnp.stack(ks))[0]
 
@@ -185,19 +182,26 @@ def in_a_branch(ks, x):
     return jax.lax.cond(x.sum() < 1e9, one_by_one, lambda ks, x: x @ ks[2], ks, x)
 
 
-def in_a_checkpoint(ks, x):
-    return jax.checkpoint(one_by_one)(ks, x)
-
-
 def with_a_callback(ks, x):
     jax.debug.callback(lambda k: None, ks[2])
     return one_by_one(ks, x)
 
 
+def with_random_keys(ks, x):
+    noisy = jax.jit(lambda key, k, x: x @ k + jax.random.key_data(key)[1] / 9)
+    for i, k in enumerate(ks):
+        x = jnp.tanh(noisy(jax.random.key(i), k, x))
+    return x
+
+
 def in_a_ref(ks, x):
-    ref = jax.new_ref(x @ ks[0])
-    ref[...] = ref[...] @ ks[1]
-    return one_by_one(ks[2:], jax.freeze(ref))
+    ref = jax.new_ref(x)
+
+    def step(i, _):
+        ref[...] = jnp.tanh(ref[...] @ ks[0])
+
+    jax.lax.fori_loop(0, 2, step, None)
+    return one_by_one(ks[1:], ref[...])
 
 
 RUNS = [
@@ -210,19 +214,19 @@ RUNS = [
     added_to_the_output,
     in_one_jit,
     three_in_one_jit,
-    two_in_one_jit,
     in_a_scan_over_them,
     in_every_iteration,
     in_a_branch,
-    in_a_checkpoint,
     with_a_callback,
+    with_random_keys,
     in_a_ref,
 ]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda f: f.__name__)
 def test_a_step_does_not_depend_on_how_kernels_are_read(run):
-    found, expected = (two_steps(kernels(4, o, run, blocks=1)) for o in (EACH, FREE))
+    how: Any = {"blocks": 1, "reshard_after_forward": None}
+    found, expected = (two_steps(kernels(4, o, run, **how)) for o in (EACH, FREE))
     assert_alike(found, expected)
 
 
@@ -230,13 +234,13 @@ class Layers(nnx.Module):
     """Linear layers around a skip connection, and what people put between them."""
 
     def __init__(self, rngs: nnx.Rngs, dropout: float = 0, statistics: bool = False):
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.linears = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs) if statistics else None
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.statistics = nnx.BatchNorm(WIDTH, rngs=rngs) if statistics else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.norm(x)
+        y = x if self.norm is None else self.norm(x)
         for linear in self.linears:
             y = self.dropout(jnp.tanh(linear(y)))
             if self.statistics is not None:
@@ -255,11 +259,6 @@ def tied(rngs: nnx.Rngs) -> Any:
     model = Layers(rngs)
     model.linears[2].kernel = model.linears[0].kernel
     return model
-
-
-def with_biases(rngs: nnx.Rngs) -> Any:
-    pairs = [(nnx.Linear(WIDTH, WIDTH, rngs=rngs), jnp.tanh) for _ in range(4)]
-    return nnx.Sequential(*[part for pair in pairs for part in pair])
 
 
 class Einsums(nnx.Module):
@@ -307,7 +306,6 @@ def some(key: Any) -> Any:
 
 
 MODULES = {
-    "biases": (with_biases, {}, {}),
     "remat": (Remade, {}, {}),
     "tied": (tied, {}, {}),
     "dropout and statistics": (lambda rngs: Layers(rngs, 0.5, True), {}, {}),
@@ -319,7 +317,6 @@ MODULES = {
     "einsums": (Einsums, {}, {}),
     "adapted": (Adapted, {}, {"wrt": nnx.LoRAParam}),
     "one trained": (Layers, {}, {"wrt": some(1)}),
-    "biases trained": (Layers, {}, {"wrt": some("bias")}),
     "integers": (Embedded, {}, {"x": jnp.arange(8) % 4}),
     "kept root": (Layers, {"reshard_after_forward": None}, {}),
 }
@@ -466,7 +463,8 @@ def named(block: int, order: list[int]) -> Run:
 
     def run(ks: list[jax.Array], x: jax.Array) -> jax.Array:
         for i in order:
-            x = jnp.tanh(named_matmul(f"{block}.{i}", x, ks[i]))
+            with matmul_named(f"{block}.{i}"):
+                x = jnp.tanh(x @ ks[i])
         return x
 
     return run
@@ -572,6 +570,28 @@ def test_what_is_cast_first_but_read_last_is_gathered_last():
         assert matmuls_before(found, gather, 1) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("run", [in_one_jit, three_in_one_jit, in_a_branch])
+def test_kernels_that_one_equation_reads_are_all_gathered_before_it(run):
+    found = order_in(kernels(4, EACH, run))
+    loss = found.find("all_reduce", "loss")
+    assert gathers_before(found, loss, "blocks.1") == {0, 1, 2, 3}
+
+
+def test_what_waits_for_a_gather_is_computed_after_what_the_gather_waits_for():
+    def make(rngs):
+        def products(ks, x):
+            with matmul_named("0.0"):
+                first = x @ ks[0]
+            with matmul_named("0.1"):
+                second = x @ ks[1]
+            return first + second + x @ ks[2]
+
+        return Kernels(3, rngs, products)
+
+    found = order_in(stack(make, EACH, blocks=1))
+    assert matmuls_before(found, found.find("matmul", "0.1"), 0) == {0}
+
+
 def test_a_kernel_that_is_read_twice_counts_where_it_is_read_first():
     found = order_in(named_stack([0, 1, 0, 2]))
     gathers = found.of("gather", "blocks.1")
@@ -602,14 +622,45 @@ def test_a_second_gather_comes_after_the_matmul_two_reads_before_it(num):
         assert earlier == (set(range(num)) if i else set())
 
 
+class NamedLinears(nnx.Module):
+    """Linear layers, each in a matmul of its own name."""
+
+    def __init__(self, block: int, rngs: nnx.Rngs) -> None:
+        self.linears = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(5)])
+        self.block = block
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, linear in enumerate(self.linears):
+            with matmul_named(f"{self.block}.{i}"):
+                x = jnp.tanh(linear(x))
+        return x
+
+
+def named_linears() -> Order:
+    count = itertools.count()
+    return order_in(stack(lambda rngs: NamedLinears(next(count), rngs), EACH, LINE))
+
+
 def test_small_parameters_travel_after_the_first_kernel_and_before_the_second():
-    found = order_in(stack(Layers, EACH, LINE))
+    found = named_linears()
     gathers = found.of("gather", "blocks.1")
-    kernel = (WIDTH, WIDTH)
-    assert [g.shape == kernel for g in gathers] == [True, False, True, True, True]
+    assert [g.shape == KERNEL for g in gathers] == [True, False, *[True] * 4]
     for i, gather in enumerate(gathers):
-        before = gathers_before(found, gather, "blocks.1")
-        assert before == (set(range(i)) if i != 4 else {0, 1, 2, 3})
+        assert gathers_before(found, gather, "blocks.1") == set(range(i))
+
+
+def test_reading_a_small_parameter_starts_no_gather():
+    found = named_linears()
+    large = found.of("gather", "blocks.1")[2:]
+    done = [matmuls_before(found, gather, 1) for gather in large]
+    assert done == [set(), {0}, {0, 1}, {0, 1}]
+
+
+def test_small_parameters_that_backward_does_not_read_keep_nothing_waiting():
+    found = named_linears()
+    gathers = found.of("regather", "blocks.1")
+    assert [g.shape == KERNEL for g in gathers] == [True, False, *[True] * 4]
+    assert not any(gathers[1] in found.ancestors(c) for c in found.collectives)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -363,7 +363,7 @@ def gradients_of_products(model: Any) -> Any:
 @pytest.mark.parametrize("cut", [0, 1])
 @pytest.mark.usefixtures("any_length")
 def test_few_rows_are_summed_as_over_one_axis(cut, mesh8):
-    shapes = [(16, 128), (16, 384), (16, 130)][: 3 - cut]
+    shapes = [(16, 1024)] if cut else [(16, 128), (16, 384), (16, 130)]
     found = gradients_of_products(products(shapes, *axes_of(2, 4), cut=cut))
     one = gradients_of_products(products(shapes, mesh8, cut=cut))
     helpers.assert_trees_close(found, one)
@@ -422,9 +422,10 @@ def test_rows_of_a_buffer_travel_as_tiles():
     assert scattered(model) == [(8, 1024), (4, 8, 128)]
 
 
+@pytest.mark.usefixtures("any_length")
 def test_another_cut_dim_travels_as_it_is():
-    found = scattered(products([(128, 128)], *axes_of(2, 4), cut=1))
-    assert found == [(128, 128), (128, 64)]
+    found = scattered(products([(16, 1024)], *axes_of(2, 4), cut=1))
+    assert found == [(16, 1024), (16, 512)]
 
 
 def test_other_entries_work_over_several_axes(over_one_axis):
