@@ -118,21 +118,18 @@ def gather_group(
     return full
 
 
-def packed_members(full: Sequence[Any], comm: GroupComm) -> set[int]:
-    """Positions of the members that do not travel in a collective of their own.
+def small_members(full: Sequence[Any], comm: GroupComm) -> set[int]:
+    """Positions of the members that travel packed if there are several, or not at all.
 
     Args:
         full: arrays of the group when gathered, or their shapes and dtypes.
         comm: how the group travels.
     """
-    cut = [i for i, dim in enumerate(comm.dims) if dim is not None]
-    buckets = _layout.make_buckets(
-        [full[i].shape for i in cut],
-        [full[i].dtype for i in cut],
-        comm.threshold_bytes,
-    )
-    alone = {cut[m] for bucket in buckets if not bucket.packed for m in bucket.members}
-    return set(range(len(comm.dims))) - alone
+    return {
+        i
+        for i, (x, dim) in enumerate(zip(full, comm.dims, strict=True))
+        if dim is None or _layout.size_bytes(x.shape, x.dtype) < comm.threshold_bytes
+    }
 
 
 def scatter_group(

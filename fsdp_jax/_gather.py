@@ -18,11 +18,11 @@ from fsdp_jax._collectives import (
     GroupComm,
     Static,
     gather_group,
-    packed_members,
     scatter_group,
+    small_members,
 )
 from fsdp_jax._dependence import Asking
-from fsdp_jax._ordering import Anchors, Log, after, floating, is_inexact
+from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
 
 Array = jax.Array
 
@@ -108,9 +108,10 @@ def run_in_turn(
     there. From then on, p[n + 2] starts when p[n + 1] is there and what p[n] was read
     for is computed, so that something is left to compute beside every gather.
 
-    With `makes_room`, and enough of them, the last one comes one place earlier: what
-    remains to be computed is left to p0 of the next module. Nothing could make that p0
-    wait: XLA:TPU drops a barrier of which only the held array is used.
+    With `makes_room`, and four or more of them, the last one comes one place earlier:
+    what remains to be computed is left to p0 of the next module. Nothing was found that
+    makes XLA:TPU hold that p0 until here: behind a barrier whose other arrays are used
+    no further it started before them.
 
     Args:
         program: function of the full arrays, then of `others`.
@@ -124,18 +125,18 @@ def run_in_turn(
         All results.
     """
     shapes = jax.eval_shape(lambda x: gather_group(x, comm), list(shards))
-    packed = packed_members(shapes, comm)
+    small = small_members(shapes, comm)
     asking = Asking(program, range(len(shards)))
-    large = [i for i in asking.order if i not in packed]
+    large = [i for i in asking.order if i not in small]
     together = [i for i in range(len(shards)) if i not in large]
-    travel = [i for i in asking.order if i in packed and comm.dims[i] is not None]
+    travel = [i for i in asking.order if i in small and comm.dims[i] is not None]
     full: dict[int, Array] = {}
     rest = deque(large)
     makes_room = makes_room and len(large) > 3
 
     def wait(held: list[Array], waits: list[Array], there: list[int]):
         """Hold arrays back until others, and gathers, are there; both to be used on."""
-        places = [i for i, w in enumerate(waits) if is_inexact(w)]
+        places = [i for i, w in enumerate(waits) if can_wait(w)]
         given = [*[waits[i] for i in places], *[full[i] for i in there]]
         held, given = after(held, given)
         full.update(zip(there, given[len(places) :], strict=True))
@@ -167,7 +168,7 @@ def run_in_turn(
                 besides = follow(besides)
             held, _ = wait(floating(besides), [], large[-1:])
             arrived = iter(held)
-            besides = [next(arrived) if is_inexact(b) else b for b in besides]
+            besides = [next(arrived) if can_wait(b) else b for b in besides]
         return full[member], besides
 
     def done(member: int, results: list[Array]) -> list[Array]:

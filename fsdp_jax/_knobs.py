@@ -71,7 +71,7 @@ class Knobs(nnx.Module):
     def set_ordering(self, ordering: Ordering | None, *, recurse: bool = True) -> None:
         """Set what the gathers and reductions of the group wait for.
 
-        Has a meaning in a per-device program only. Numbers do not depend on it.
+        Has a meaning in a per-device program only; see `Ordering`.
 
         Args:
             ordering: None for the one that was measured best on the mesh's platform.

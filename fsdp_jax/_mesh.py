@@ -160,7 +160,8 @@ def make_mesh(
 
     Source: README, "The schedule"; `jax.make_mesh`, which has no names for a torus.
     """
-    devices = list(np.ravel(jax.devices() if devices is None else devices))
+    given = jax.devices() if devices is None else devices
+    devices = list(given.flat if isinstance(given, np.ndarray) else given)
     if not devices:
         raise ValueError("make_mesh: no devices were given.")
     if wrong := [d for d in devices if not hasattr(d, "device_kind")]:

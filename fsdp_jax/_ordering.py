@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
+from jax.ref import AbstractRef
 
 Array = jax.Array
 _WAITS = {
@@ -27,7 +28,12 @@ _WAITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ordering:
-    """What the collectives of a group wait for. Numerics do not depend on it.
+    """What the collectives of a group wait for.
+
+    Gradients do not depend on it but for the rounding of what XLA fuses otherwise. It
+    has its full meaning for modules that are freed after forward: where gathered
+    parameters are kept, and in evaluation, "first" and "each" are "previous", and a
+    kept module's backward waits for nothing. `scan_layers` has an order of its own.
 
     The order is carried by `jax.lax.optimization_barrier` over arrays that the step
     computes anyway: on XLA:TPU an order that hangs on scalars made of them did not
@@ -41,7 +47,8 @@ class Ordering:
             compute can begin at once. "each" is "first", and the other large parameters
             follow one after the other, each while the module computes with the one
             before it: on a chip where one gather runs at a time, all of them have
-            compute beside them.
+            compute beside them. What one equation reads, such as a call of `jax.jit`,
+            is gathered before it.
         backward: the second gather starts when the gradient of the module's own output
             exists ("own"), or when that of the module called after it does
             ("previous"); "first" and "each" as in forward.
@@ -261,9 +268,14 @@ def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def can_wait(x: Any) -> bool:
+    """Whether a barrier may take a value: a floating array, and no reference to one."""
+    return is_inexact(x) and not isinstance(jax.typeof(x), AbstractRef)
+
+
 def floating(arrays: Sequence[Array]) -> list[Array]:
     """Those that something computed: token ids and the like exist from the start."""
-    return [a for a in arrays if is_inexact(a)]
+    return [a for a in arrays if can_wait(a)]
 
 
 _CHECKPOINT = "checkpoint / remat"

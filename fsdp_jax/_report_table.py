@@ -135,7 +135,7 @@ def _against(report: Any, direction: str, sent: int) -> str:
     if not ideal:
         return ""
     if direction == REGATHER:
-        return f"{sent / ideal:.0%} of it again"
+        return f"{sent / ideal:.0%} of ideal, again"
     return f"{sent / ideal:.2f} x ideal"
 
 

@@ -21,8 +21,8 @@ from fsdp_jax._collectives import (
     GroupComm,
     Static,
     gather_group,
-    packed_members,
     scatter_group,
+    small_members,
 )
 from fsdp_jax._dependence import Asking, depends_on, evaluate
 from fsdp_jax._gather import gather_kept, hold, run_in_turn
@@ -299,9 +299,9 @@ def trace_forward(
     depends = depends_on(closed, marks)
     num_outputs = len(shapes[0])
     from_params = [False] * num_outputs + [not d for d in depends[num_outputs:]]
-    packed = packed_members(full, comm)
+    small = small_members(full, comm)
     order = Asking(closed, range(len(full))).order
-    reads = [i for i in order if i not in packed]
+    reads = [i for i in order if i not in small]
     return Saved(
         closed,
         from_params,

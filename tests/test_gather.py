@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax
 from fsdp_jax import MixedPrecisionPolicy, Ordering, Shard, fully_shard
+from fsdp_jax._collectives import GroupComm, small_members
 from tests import helpers
 from tests.program_order import Collective, Order, matmul_named, order_of
 
@@ -133,6 +134,13 @@ def test_a_step_is_that_of_the_unsharded_model(free_steps):
     helpers.assert_trees_close(free_steps(4)[1][0], nnx.as_pure(expected))
 
 
+def test_one_small_parameter_is_not_a_large_one():
+    comm = GroupComm(None, (-1, -2, None), None, None, 1, LINE, "")  # pyright: ignore
+    shapes = [(8,), (8, 8), (100, 100)]
+    full = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert small_members(full, comm) == {0, 2}
+
+
 def read_twice(ks, x):
     return one_by_one([ks[0], ks[1], ks[0], ks[2], ks[3], ks[0]], x)
 
@@ -204,7 +212,14 @@ def in_a_ref(ks, x):
     return one_by_one(ks[1:], ref[...])
 
 
+def from_a_ref(ks, x):
+    ref = jax.new_ref(ks[0])
+    ref[...] = ref[...] * 2
+    return jnp.tanh(jnp.tanh(jnp.tanh(x @ ref[...]) @ ks[1]) @ ks[2]) @ ks[3]
+
+
 RUNS = [
+    from_a_ref,
     read_twice,
     two_unread,
     none_read,
