@@ -12,15 +12,8 @@ from collections.abc import Sequence
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr
 
-from fsdp_jax._collectives import (
-    GroupComm,
-    Static,
-    gather_group,
-    scatter_group,
-    small_members,
-)
+from fsdp_jax._collectives import GroupComm, Static, gather_group, scatter_group
 from fsdp_jax._dependence import Asking
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
 
@@ -94,7 +87,8 @@ def gather_kept(
 
 
 def run_in_turn(
-    program: ClosedJaxpr,
+    asking: Asking,
+    small: set[int],
     shards: Sequence[Array],
     others: Sequence[Array],
     comm: GroupComm,
@@ -114,7 +108,8 @@ def run_in_turn(
     no further it started before them.
 
     Args:
-        program: function of the full arrays, then of `others`.
+        asking: function of the full arrays, which it asks for, then of `others`.
+        small: positions of the members that are not large.
         shards: one array per member of the group.
         others: the other inputs.
         comm: how the group travels.
@@ -124,9 +119,6 @@ def run_in_turn(
     Returns:
         All results.
     """
-    shapes = jax.eval_shape(lambda x: gather_group(x, comm), list(shards))
-    small = small_members(shapes, comm)
-    asking = Asking(program, range(len(shards)))
     large = [i for i in asking.order if i not in small]
     together = [i for i in range(len(shards)) if i not in large]
     travel = [i for i in asking.order if i in small and comm.dims[i] is not None]

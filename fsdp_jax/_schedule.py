@@ -9,6 +9,7 @@ arrays. What steps wait for is decided in `_ordering`, how gathers wait in `_gat
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,8 +128,8 @@ class Saved:
         diff_members: positions of the members that are differentiated.
         diff_others: positions of the other arrays that are.
         diff_outputs: positions of the outputs that have gradients.
-        first_read: the member that forward needs before the others, packed ones apart.
-        last_read: the one that backward needs before the others.
+        full: shapes of the gathered arrays.
+        small: positions of the members that are packed, or not cut.
     """
 
     program: ClosedJaxpr
@@ -137,8 +138,17 @@ class Saved:
     diff_members: list[int]
     diff_others: list[int]
     diff_outputs: list[int]
-    first_read: set[int]
-    last_read: set[int]
+    full: Sequence[Any]
+    small: set[int]
+
+    @functools.cached_property
+    def asking(self) -> Asking:
+        """The forward, to be run while parameters arrive."""
+        return Asking(self.program, range(len(self.full)))
+
+    def large(self, asking: Asking) -> list[int]:
+        """The large members that a program reads, in that order."""
+        return [i for i in asking.order if i not in self.small]
 
     @property
     def num_outputs(self) -> int:
@@ -196,11 +206,11 @@ def run_regathered(
         shards = [s.value for s in shards]
         full = jax.eval_shape(lambda x: gather_group(x, comm), shards)
         saved = trace_forward(body, full, values, diff_members, diff_others, comm)
-        held, _ = hold(shards, Anchors(early, late), saved.first_read)
+        first = set(saved.large(saved.asking)[:1])
+        held, _ = hold(shards, Anchors(early, late), first)
         if anchors.each:
-            results = run_in_turn(
-                saved.program, held, values, comm, makes_room=anchors.follows
-            )
+            given = saved.asking, saved.small, held, values, comm
+            results = run_in_turn(*given, makes_room=anchors.follows)
             outputs, kept = saved.sort(results)
         else:
             outputs, kept = saved.run(gather_kept(held, comm), values)
@@ -215,7 +225,6 @@ def run_regathered(
         real = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         if not real:
             return grads, other_grads, no_grads
-        held, real, each = schedule.begin_backward(shards, real, saved.last_read)
 
         def pull_back(full, arrays, real):
             vjp = rebuild_vjp(saved, full, arrays, [None] * len(others))
@@ -227,12 +236,18 @@ def run_regathered(
                 ]
             )
 
-        if each:
-            shapes = jax.eval_shape(lambda x: gather_group(x, comm), shards)
+        out: Any = None
+        asking, first = saved.asking, set(saved.large(saved.asking)[-1:])
+        if schedule.ordering.backward == "each":
             traced, out = jax.make_jaxpr(pull_back, return_shape=True)(
-                shapes, arrays, real
+                saved.full, arrays, real
             )
-            results = run_in_turn(traced, held, [*arrays, *real], comm, "regather")
+            asking = Asking(traced, range(len(shards)))
+            first = set(saved.large(asking)[:1])
+        held, real, each = schedule.begin_backward(shards, real, first)
+        if each:
+            given = asking, saved.small, held, [*arrays, *real], comm
+            results = run_in_turn(*given, "regather")
             member_cts, other_cts = jax.tree.unflatten(jax.tree.structure(out), results)
         else:
             full = gather_kept(held, comm, kind="regather")
@@ -299,9 +314,6 @@ def trace_forward(
     depends = depends_on(closed, marks)
     num_outputs = len(shapes[0])
     from_params = [False] * num_outputs + [not d for d in depends[num_outputs:]]
-    small = small_members(full, comm)
-    order = Asking(closed, range(len(full))).order
-    reads = [i for i in order if i not in small]
     return Saved(
         closed,
         from_params,
@@ -309,8 +321,8 @@ def trace_forward(
         diff_members,
         diff_others,
         notes["diff"],
-        set(reads[:1]),
-        set(reads[-1:]),
+        full,
+        small_members(full, comm),
     )
 
 

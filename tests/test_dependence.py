@@ -523,7 +523,10 @@ def test_equations_keep_their_names():
 
     def asked(p, q, x):
         with jax.named_scope("now"):
-            ask = lambda i, b: ((p, q)[i], b)  # noqa: E731
+
+            def ask(i, besides):
+                return (p, q)[i], besides
+
             return Asking(closed, [0, 1])([None, None, x], ask, as_it_is)
 
     assert scopes(jax.make_jaxpr(part)(P, Q, X)) == [

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import fsdp_jax
 from fsdp_jax import MixedPrecisionPolicy, Ordering, Shard, fully_shard
 from fsdp_jax._collectives import GroupComm, small_members
+from fsdp_jax._mesh import MeshInfo
 from tests import helpers
 from tests.program_order import Collective, Order, matmul_named, order_of
 
@@ -135,7 +136,8 @@ def test_a_step_is_that_of_the_unsharded_model(free_steps):
 
 
 def test_one_small_parameter_is_not_a_large_one():
-    comm = GroupComm(None, (-1, -2, None), None, None, 1, LINE, "")  # pyright: ignore
+    mesh = MeshInfo(helpers.mesh_of(2), ("fsdp",))
+    comm = GroupComm(mesh, (-1, -2, None), None, None, 1, LINE, "")
     shapes = [(8,), (8, 8), (100, 100)]
     full = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert small_members(full, comm) == {0, 2}
@@ -389,7 +391,9 @@ AROUND = [blocks_in_remat, all_in_a_scan, all_in_a_vmap, all_in_a_branch, blocks
 
 @pytest.mark.parametrize("around", AROUND, ids=lambda f: f.__name__)
 def test_blocks_in_a_trace_of_their_own_give_the_unsharded_gradients(around):
-    loss = lambda model, x: jnp.mean(around(model, x) ** 2)  # noqa: E731
+    def loss(model, x):
+        return jnp.mean(around(model, x) ** 2)
+
     model = Stack(lambda rngs: Kernels(4, rngs), 2)
     expected = nnx.jit(nnx.value_and_grad(loss))(model, batch())
     found = nnx.jit(fsdp_jax.value_and_grad(loss))(kernels(4, EACH), batch())
@@ -433,7 +437,9 @@ def test_a_shard_map_of_ones_own_gives_the_same_gradients(check_vma):
         specs = jax.tree.map(lambda a: a.sharding.spec, nnx.as_pure(state))
 
         def of_one_device(state, x):
-            loss = lambda state: mean_of_squares(nnx.merge(graphdef, state), x)  # noqa: E731
+            def loss(state):
+                return mean_of_squares(nnx.merge(graphdef, state), x)
+
             return jax.grad(loss)(state)
 
         step = jax.shard_map(
@@ -454,7 +460,9 @@ def of_gradients(model: Any, x: jax.Array) -> jax.Array:
 
 
 def of_input_gradients(model: Any, x: jax.Array) -> jax.Array:
-    total = lambda model, x: jnp.sum(jnp.tanh(model(x)))  # noqa: E731
+    def total(model, x):
+        return jnp.sum(jnp.tanh(model(x)))
+
     return jnp.mean((nnx.grad(total, argnums=1)(model, x) - x) ** 2)
 
 
@@ -615,6 +623,15 @@ def test_a_kernel_that_is_read_twice_counts_where_it_is_read_first():
     for name, count in (("1.0", 1), ("1.1", 2)):
         matmul = found.find("matmul", name)
         assert gathers_before(found, matmul, "blocks.1") == set(range(count))
+
+
+def test_backward_sends_the_kernel_ahead_that_it_reads_first():
+    found = order_in(named_stack([0, 1, 2, 0]))  # the last one is not the last new one
+    done = [
+        matmuls_before(found, gather, 1, backward=True)
+        for gather in found.of("regather", "blocks.0")
+    ]
+    assert sorted(2 in kernels for kernels in done) == [False, True, True]
 
 
 def test_a_kernel_that_is_not_read_keeps_nothing_waiting():
