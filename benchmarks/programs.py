@@ -128,6 +128,7 @@ def build(
     make_model: Callable[[models.Config, nnx.Rngs], Any],
     devices: Sequence[Any],
     num_rows: int,
+    offload_policy: fsdp_jax.OffloadPolicy = fsdp_jax.OffloadPolicy(),  # noqa: B008
 ) -> Step:
     """Make the step of a program.
 
@@ -138,6 +139,7 @@ def build(
         devices: to shard over. If they are only there to be compiled for, all arrays
             are abstract.
         num_rows: of the batch, over all devices.
+        offload_policy: of the programs that use fsdp_jax.
     """
     if program.kind == "unsharded":
         devices = devices[:1]
@@ -153,7 +155,7 @@ def build(
     tx = optax.adamw(1e-3)
     if program.is_plain:
         return _plain(model, tx, ids, devices, abstract)
-    return _sharded(program, config, model, tx, ids, devices)
+    return _sharded(program, config, model, tx, ids, devices, offload_policy)
 
 
 def _plain(
@@ -219,12 +221,14 @@ def _sharded(
     tx: Any,
     ids: Any,
     devices: Sequence[Any],
+    offload_policy: fsdp_jax.OffloadPolicy,
 ) -> Step:
     """Our own, as the README tells to write it."""
     mesh, dims = fsdp_jax.make_mesh(devices)
     options: dict[str, Any] = {
         "mesh": mesh,
         "dp_mesh_dims": dims,
+        "offload_policy": offload_policy,
         "mp_policy": fsdp_jax.MixedPrecisionPolicy(param_dtype=config.dtype),
     }
     if program.kind == "keep":

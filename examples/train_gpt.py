@@ -6,6 +6,7 @@ to do with sharding says `fsdp_jax`; the rest is plain Flax.
 """
 
 import argparse
+import functools
 import re
 import sysconfig
 import time
@@ -49,10 +50,12 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Bytes `(rows, length)` to logits of each next byte `(rows, length, 256)`."""
 
-    def __init__(self, width: int, depth: int, context: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, depth: int, context: int, rngs: nnx.Rngs, **dtype):
         normal = nnx.initializers.normal(1.0)  # learns faster than the default
-        self.embed = nnx.Embed(NUM_BYTES, width, embedding_init=normal, rngs=rngs)
-        self.position = nnx.Embed(context, width, rngs=rngs)
+        # Embed alone computes in the dtype of its table, unless told.
+        embed = functools.partial(nnx.Embed, features=width, rngs=rngs, **dtype)
+        self.embed = embed(NUM_BYTES, embedding_init=normal)
+        self.position = embed(context)
         self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(depth)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, NUM_BYTES, rngs=rngs)
@@ -187,7 +190,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     num_devices = jax.device_count()
     rows = -(-args.batch // num_devices) * num_devices
-    model = GPT(args.width, args.depth, args.context, nnx.Rngs(args.seed))
+    dtype = {"dtype": jnp.bfloat16} if args.bf16 else {}
+    model = GPT(args.width, args.depth, args.context, nnx.Rngs(args.seed), **dtype)
     dtypes = (jnp.bfloat16, jnp.float32) if args.bf16 else ()
     shard(model, fsdp_jax.MixedPrecisionPolicy(*dtypes))
     report = fsdp_jax.describe(model)

@@ -8,9 +8,9 @@ See the README for the contract. Docstrings name the source of each clause:
 import importlib
 import typing
 
-from fsdp_jax._batch import local_shape as local_shape
 from fsdp_jax._batch import shard_batch as shard_batch
 from fsdp_jax._describe import describe as describe
+from fsdp_jax._describe import local_shape as local_shape
 from fsdp_jax._fully_shard import fully_shard as fully_shard
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._module import FSDPModule as FSDPModule
@@ -18,9 +18,12 @@ from fsdp_jax._module import UnshardHandle as UnshardHandle
 from fsdp_jax._module import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
+from fsdp_jax._norm import global_norm as global_norm
 from fsdp_jax._optimizer import Optimizer as Optimizer
 from fsdp_jax._ordering import Ordering as Ordering
 from fsdp_jax._ordering import compiler_options as compiler_options
+from fsdp_jax._pending import PendingGradients as PendingGradients
+from fsdp_jax._pending import synchronize_gradients as synchronize_gradients
 from fsdp_jax._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from fsdp_jax._policies import DataParallelMeshDims as DataParallelMeshDims
 from fsdp_jax._policies import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -14,15 +14,20 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
+
 
 @dataclasses.dataclass
 class ArgumentBytes:
     """Bytes of one device, and facts of the parameters.
 
     Attributes:
-        parameter_bytes: `nnx.Param` Variables.
-        moment_bytes: optimizer state: `nnx.OptState` Variables, optax states.
-        other_bytes: everything else.
+        parameter_bytes: `nnx.Param` Variables in device memory.
+        moment_bytes: optimizer state there: `nnx.OptState` Variables, optax states.
+        other_bytes: everything else there.
+        host_parameter_bytes: one device's share of the parameters in host memory.
+        host_moment_bytes: the same of optimizer state.
+        host_other_bytes: the same of everything else.
         parameter_elements: elements of all full parameters.
         missing_elements: elements of them that one device does not hold.
         missing_bytes: the same in bytes, in the parameters' own dtypes.
@@ -32,6 +37,9 @@ class ArgumentBytes:
     parameter_bytes: int = 0
     moment_bytes: int = 0
     other_bytes: int = 0
+    host_parameter_bytes: int = 0
+    host_moment_bytes: int = 0
+    host_other_bytes: int = 0
     parameter_elements: int = 0
     missing_elements: int = 0
     missing_bytes: int = 0
@@ -54,16 +62,14 @@ def measure_arguments(arguments: Any) -> ArgumentBytes:
         local = shape if sharding is None else sharding.shard_shape(shape)
         total.device_kind = total.device_kind or device_kind_of(sharding)
         size = math.prod(local) * array.dtype.itemsize
+        away = getattr(sharding, "memory_kind", None) in (PINNED_HOST, UNPINNED_HOST)
+        field = f"{'host_' if away else ''}{kind}_bytes"
+        setattr(total, field, getattr(total, field) + size)
         if kind == "parameter":
-            total.parameter_bytes += size
             total.parameter_elements += math.prod(shape)
             missing = math.prod(shape) - math.prod(local)
             total.missing_elements += missing
             total.missing_bytes += missing * array.dtype.itemsize
-        elif kind == "moment":
-            total.moment_bytes += size
-        else:
-            total.other_bytes += size
     return total
 
 

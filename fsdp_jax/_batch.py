@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _functional
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import move, spec_of
-from fsdp_jax._state import is_sharded, sharded_modules, state_of
+from fsdp_jax._move import move
+from fsdp_jax._state import sharded_modules, state_of
 
 
 def mesh_of(nodes: Sequence[Any], who: str) -> MeshInfo:
@@ -60,9 +60,12 @@ def check_context(mesh: MeshInfo, who: str) -> None:
         )
 
 
-def data_spec(mesh: MeshInfo) -> PartitionSpec:
-    """The spec that cuts dim 0 over all data devices."""
-    return mesh.spec(1, 0)
+def parameter_names(f: Callable) -> set[str]:
+    """Names of the parameters of a function, as far as they are known."""
+    try:
+        return set(inspect.signature(f).parameters)
+    except (TypeError, ValueError):
+        return set()
 
 
 def argument_names(f: Callable, args: Sequence[Any]) -> list[str]:
@@ -90,7 +93,7 @@ def default_spec(path: str, x: Any, mesh: MeshInfo, who: str) -> PartitionSpec:
     """
     if x.ndim == 0:
         return PartitionSpec()
-    spec = data_spec(mesh)
+    spec = mesh.data_spec()
     check_divides(path, x, spec, mesh, who)
     return spec
 
@@ -116,10 +119,10 @@ def check_spec(what: str, spec: Any, mesh: MeshInfo, who: str) -> None:
     for axis in named:
         if named.count(axis) > 1:
             raise ValueError(f"{who}: the spec {spec} of {what} names {axis!r} twice.")
-        if axis not in mesh.shard_axes:
+        if axis not in mesh.data_axes:
             raise ValueError(
                 f"{who}: the spec {spec} of {what} names axis {axis!r}; the data axes "
-                f"of the model's mesh are {mesh.shard_axes}."
+                f"of the model's mesh are {mesh.data_axes}."
             )
 
 
@@ -155,6 +158,7 @@ def resolve_specs(
     in_specs: Any,
     mesh: MeshInfo,
     who: str,
+    num_slices: int = 1,
 ) -> list[PartitionSpec]:
     """One spec per array in `(args, kwargs)`, in the order of `_functional.take`."""
     given = _given_specs(args, in_specs, who)
@@ -174,8 +178,21 @@ def resolve_specs(
                 spec = default_spec(path, leaf, mesh, who)
             else:
                 check_divides(path, leaf, spec, mesh, who)
+            if (dim := cut_dim(spec)) is not None:
+                rows = leaf.shape[dim] // mesh.size(axes_of(spec)[dim])
+                if rows % num_slices:
+                    raise ValueError(
+                        f"{who}: {path} has {rows} rows per device, which do not "
+                        f"divide into num_microbatches={num_slices}. Pad or trim it, "
+                        "or take another number."
+                    )
             specs.append(spec)
     return specs
+
+
+def cut_dim(spec: PartitionSpec) -> int | None:
+    """The first dim that a spec cuts over the devices, None for none."""
+    return next((dim for dim, axes in enumerate(axes_of(spec)) if axes), None)
 
 
 def is_spec(x: Any) -> bool:
@@ -290,14 +307,14 @@ def shard_batch(batch: Any, model: Any) -> Any:
 
     Raises:
         ValueError: no sharded module in `model`, the rows of this process do not divide
-            over its devices, or another process has another number of rows.
+            over its data devices, or another process has another number of rows.
         TypeError: a leaf that is neither an array nor a number.
 
     Source: README, "The loop".
     """
     who = "shard_batch"
     mesh = mesh_of([model] if _functional.is_node(model) else [], who)
-    here = [d for d in mesh.mesh.devices.flat if d.process_index == jax.process_index()]
+    here = mesh.places_here()
 
     def place(keys: Any, x: Any) -> Any:
         path = "batch" + jax.tree_util.keystr(keys)
@@ -318,12 +335,12 @@ def shard_batch(batch: Any, model: Any) -> Any:
             raise TypeError(f"{who}: {path} has dtype {host.dtype}, not numbers.")
         if host.ndim == 0:
             return move(host, mesh.sharding(0, None))
-        if host.shape[0] % len(here):
+        if host.shape[0] % here:
             raise ValueError(
                 f"{who}: {path} has {host.shape[0]} rows, which do not divide over the "
-                f"{len(here)} devices of this process. Pad or trim the batch."
+                f"{here} devices of this process. Pad or trim the batch."
             )
-        target = NamedSharding(mesh.mesh, data_spec(mesh))
+        target = NamedSharding(mesh.mesh, mesh.data_spec())
         if target.is_fully_addressable:
             return jax.device_put(host, target)
         if jnp.issubdtype(host.dtype, jax.dtypes.prng_key):
@@ -372,29 +389,3 @@ def _agree_on_rows(batch: Any, mesh: MeshInfo) -> None:
         f"shard_batch: processes bring different batches: {found}. Every process must "
         "bring the same arrays with the same number of rows. Pad or trim them."
     )
-
-
-def local_shape(param: Any) -> tuple[int, ...]:
-    """Shape of one device's piece of a parameter or array, such as `(4, 8)`.
-
-    Inside a per-device program that is the shape of the array itself.
-
-    Args:
-        param: an `nnx.Variable`, an array, or a `jax.ShapeDtypeStruct`.
-
-    Raises:
-        TypeError: none of these.
-
-    Source: specification, "The user contract" (its local shapes).
-    """
-    value = param.get_raw_value() if hasattr(param, "get_raw_value") else param
-    if is_sharded(param) or not hasattr(value, "shape"):
-        raise TypeError(
-            f"local_shape: expected a Variable or an array, got {type(param).__name__}."
-        )
-    spec, sharding = spec_of(param), getattr(value, "sharding", None)
-    if isinstance(value, Tracer) or sharding is None:
-        sharding = None
-        if spec is not None and not spec.is_shard(value):
-            sharding = spec.present(value.ndim)
-    return tuple(sharding.shard_shape(value.shape) if sharding else value.shape)

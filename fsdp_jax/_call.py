@@ -7,6 +7,7 @@ class, and how values move (`_param_group`, `_schedule`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from fsdp_jax import _collectives, _functional, _gather, _ordering, _schedule
+from fsdp_jax import _functional, _gather, _ordering, _precision, _schedule
+from fsdp_jax._comm import cast_floating
+from fsdp_jax._local import Local
 from fsdp_jax._param import ShardReadError
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import (
@@ -30,56 +33,35 @@ from fsdp_jax._state import (
     set_state,
     sharded_modules,
     state_of,
+    warn_of_knobs_without_effect,
 )
 from fsdp_jax._unshard import reshard_now, take_started
-
-
-def _cast_tree(tree: Any, dtype: Any) -> Any:
-    """Cast the floating arrays of a tree; NNX objects in it are left alone."""
-
-    def cast(x: Any) -> Any:
-        if not _functional.is_array(x):
-            return x
-        return _collectives.cast_floating(x, dtype)
-
-    return jax.tree.map(cast, tree, is_leaf=_functional.is_node)
-
-
-def cast_inputs(state: FSDPState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Cast floating inputs as the policy asks."""
-    policy = state.mp_policy
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return args, kwargs
-    return _cast_tree((args, kwargs), policy.param_dtype)
 
 
 def cast_carry(state: FSDPState, carry: Any) -> Any:
     """Cast the input of a first layer to what every layer returns."""
     policy = state.mp_policy
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    dtype = policy.output_dtype or dtype
-    return carry if dtype is None else _cast_tree(carry, dtype)
+    return _precision.cast_outputs(carry, policy.output_dtype or dtype)
 
 
 def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a method of a sharded module on its gathered parameters."""
     state = state_of(module)
-    args, kwargs = cast_inputs(state, args, kwargs)
-    if state.window:
-        output = function(module, *args, **kwargs)
-    else:
-        group = group_of(module)
-        check_concrete(module, f"{class_name(module)} was called")
-        if state.mesh.per_device():
-            run = _call_per_device
-        elif group.is_traced():
-            run = _call_traced
+    with _precision.cast_inputs(state.mp_policy, args, kwargs) as (args, kwargs):
+        if state.window:
+            output = function(module, *args, **kwargs)
         else:
-            run = _call_eager
-        output = run(module, group, function, args, kwargs)
-    if state.mp_policy.output_dtype is not None:
-        output = _cast_tree(output, state.mp_policy.output_dtype)
-    return output
+            group = group_of(module)
+            check_concrete(module, f"{class_name(module)} was called")
+            if state.mesh.per_device():
+                run = _call_per_device
+            elif group.is_traced():
+                run = _call_traced
+            else:
+                run = _call_eager
+            output = run(module, group, function, args, kwargs)
+    return _precision.cast_outputs(output, state.mp_policy.output_dtype)
 
 
 @contextmanager
@@ -101,13 +83,16 @@ def _window(module: Any, group: ParamGroup, full: list[Any]) -> Iterator[None]:
 
 
 def _cast_values(group: ParamGroup, dtype: Any) -> list[Any]:
-    return [_collectives.cast_floating(v, dtype) for v in group.values()]
+    return [cast_floating(v, dtype) for v in group.values()]
 
 
 def _call_traced(module, group, function, args, kwargs) -> Any:
     """Global arrays under a trace: the module leaves as it came in."""
-    dtype = state_of(module).mp_policy.param_dtype
-    full = _cast_values(group, dtype) if group.full else group.gather_global(dtype)
+    state = state_of(module)
+    dtype = state.mp_policy.param_dtype
+    warn = functools.partial(warn_of_knobs_without_effect, state)
+    gathered = group.full
+    full = _cast_values(group, dtype) if gathered else group.gather_global(dtype, warn)
     with _window(module, group, full):
         return function(module, *args, **kwargs)
 
@@ -157,14 +142,23 @@ def _call_per_device(module, group, function, args, kwargs) -> Any:
         free = state.inside
     # A recomputation gathers anyway, and what it gathers lives no longer than needed.
     free = free and int(free) == 1 and not _ordering.in_checkpoint()
-    taken = _functional.take((args, kwargs))
+    gathered = group.local("full")
+    free = free and all(f is None for f in gathered)
+    taken = _functional.take(_precision.open_dataclasses((args, kwargs)))
     with _ordering.log() as log:
         schedule = schedule_of(state, log)
         anchors = schedule.begin_forward([x for x in taken[2] if isinstance(x, Tracer)])
         if free and group.variables:
             return _call_regathered(module, group, function, taken, schedule, anchors)
         comm = comm_of(module, group)
-        full = _gather.gather_kept(group.values(), comm, log, anchors)
+        full = _gather.gather_kept(
+            _gather.refuse_inner(group.values(), comm),
+            comm,
+            log,
+            anchors,
+            sinks=group.local("sink"),
+            full=gathered,
+        )
         with _window(module, group, full):
             return function(module, *args, **kwargs)
 
@@ -185,10 +179,11 @@ def _call_regathered(module, group, function, taken, schedule, anchors) -> Any:
     with nnx.update_context(_functional.TAG):
         body = Body(module, group, function, taken)
         others = [jnp.asarray(x) for x in (*body.state, *body.arrays)]
-        comm, shards = comm_of(module, group), group.values()
+        comm = comm_of(module, group)
+        shards = _gather.refuse_inner(group.values(), comm)
         with noting_hidden_tracers():
             results = _schedule.run_regathered(
-                body, shards, others, comm, schedule, anchors
+                body, shards, others, comm, schedule, anchors, group.local("sink")
             )
         return body.finish(results, body.state)
 
@@ -215,7 +210,9 @@ class Body:
             (group.variables, module, self._nodes, []), _first, ...
         )
         self._taken_rest, self.state = _functional.take_arrays(rest)
-        self._params_tree = jax.tree.structure(params)
+        self._params_tree = jax.tree.structure(
+            params, is_leaf=lambda x: isinstance(x, Local)
+        )
         self._notes: dict[str, Any] = {}
 
     def __call__(self, full: list[Any], others: list[Any]) -> list[Any]:
@@ -236,7 +233,8 @@ class Body:
             self._taken_rest.put((), others[:num_state]),
             tracked=tracked,
         )
-        args, kwargs = self._taken.put(copies, others[num_state:])
+        given = self._taken.put(copies, others[num_state:])
+        (args, kwargs), copied = _precision.close_dataclasses(given)
         try:
             with _window(copy, ParamGroup(variables, self._group.mesh), full):
                 output = self._function(copy, *args, **kwargs)
@@ -244,6 +242,10 @@ class Body:
             if (path := _functional.find(copy, error.variable)) is not None:
                 error.variable = dict(_functional.walk(self._module))[path]
             raise
+        written = [c.written() for c in copied]
+        if returns_written := any(written):
+            output = output, written
+        output = _precision.open_dataclasses(output)
         taken_out, out_nodes, out_arrays = _functional.take(output)
         graphdef, params, rest = _functional.split_inner(
             (variables, copy, copies, out_nodes), _first, ..., tracked=tracked
@@ -257,6 +259,7 @@ class Body:
                 state=taken_state,
                 sources=[inputs.get(id(x)) for x in state],
                 output=taken_out,
+                copied=[c.original for c in copied] if returns_written else None,
                 returns_nodes=bool(out_nodes),
             )
         changed = [x for x, s in zip(state, notes["sources"]) if s is None]
@@ -294,10 +297,14 @@ class Body:
             _functional.check_writable((self._module, self._nodes))
             *_, out_nodes = _functional.merge_outer(
                 notes["graphdef"],
-                jax.tree.unflatten(notes["params"], self._group.values()),
+                jax.tree.unflatten(notes["params"], self._group.raw_values()),
                 notes["state"].put((), state),
             )
-        return notes["output"].put(out_nodes, rest)
+        output, _ = _precision.close_dataclasses(notes["output"].put(out_nodes, rest))
+        if notes["copied"] is not None:
+            output, written = output
+            _precision.write_back(notes["copied"], written)
+        return output
 
 
 @contextmanager

@@ -6,60 +6,20 @@ Variables, or what happens between a gather and its scatter.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax import _layout
-from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._comm import GroupComm, cast_floating
+from fsdp_jax._mesh import MeshInfo, Others
 
 Array = jax.Array
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A value that rides along in a pytree without being traced."""
-
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupComm:
-    """How one group travels. Static and hashable.
-
-    Attributes:
-        mesh: mesh and sharding axes of the group.
-        dims: cut dim of each member, negative; None for a member kept whole.
-        param_dtype: floating members are cast to it before the gather; None: as is.
-        reduce_dtype: gradients are summed in it; None: as they were computed.
-        divisor: what the sum over devices is divided by.
-        threshold_bytes: full members under this size share a buffer.
-        name: path of the module, on the collectives in profiles.
-    """
-
-    mesh: MeshInfo
-    dims: tuple[int | None, ...]
-    param_dtype: jnp.dtype | None
-    reduce_dtype: jnp.dtype | None
-    divisor: float
-    threshold_bytes: int
-    name: str
-
-    def only(self, members: Sequence[int]) -> GroupComm:
-        """How some members of the group travel."""
-        return dataclasses.replace(self, dims=tuple(self.dims[i] for i in members))
-
-
-def cast_floating(x: Array, dtype) -> Array:
-    """Cast `x` if it is floating and `dtype` is given."""
-    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return x.astype(dtype)
 
 
 def _full_shape(shard: Array, dim: int, num_shards: int) -> tuple[int, ...]:
@@ -97,39 +57,73 @@ def gather_group(
     Returns:
         One full array per member, in `comm.param_dtype` where floating.
     """
-    shards = [cast_floating(s, comm.param_dtype) for s in shards]
+    shards = [cast_floating(s, comm.param_dtype) for s in on_devices(shards, comm)]
     n = comm.mesh.num_shards
     full = list(shards)
     cut = [i for i, dim in enumerate(comm.dims) if dim is not None and n > 1]
-    shapes = [_full_shape(shards[i], _dim(comm, i), n) for i in cut]
-    buckets = _layout.make_buckets(
-        shapes, [shards[i].dtype for i in cut], comm.threshold_bytes
-    )
-    for bucket in buckets:
-        members = [cut[m] for m in bucket.members]
-        if not bucket.packed:
-            (i,) = members
-            full[i] = _all_gather(shards[i], comm, _dim(comm, i), kind)
-            continue
-        flat = jnp.concatenate([shards[i].reshape(-1) for i in members])
-        rows = _all_gather(flat[None], comm, 0, kind)
-        for i, piece in zip(members, _split(rows, [shards[i].size for i in members])):
-            full[i] = _rows_back(piece, shards[i].shape, _dim(comm, i))
+    travelling = comm.only(cut)
+
+    def gather(shards: list[Array]) -> list[Array]:
+        dims, full = [_dim(travelling, i) for i in range(len(shards))], list(shards)
+        buckets = _layout.make_buckets(
+            [_full_shape(s, dim, n) for s, dim in zip(shards, dims)],
+            [s.dtype for s in shards],
+            comm.threshold_bytes,
+        )
+        for bucket in buckets:
+            members = bucket.members
+            if not bucket.packed:
+                (i,) = members
+                full[i] = _all_gather(shards[i], comm, dims[i], kind)
+                continue
+            flat = jnp.concatenate([shards[i].reshape(-1) for i in members])
+            rows = _all_gather(flat[None], comm, 0, kind)
+            pieces = _split(rows, [shards[i].size for i in members])
+            for i, piece in zip(members, pieces):
+                full[i] = _rows_back(piece, shards[i].shape, dims[i])
+        return full
+
+    gathered = _on_pieces(gather, travelling)([shards[i] for i in cut])
+    for i, x in zip(cut, gathered, strict=True):
+        full[i] = x
     return full
 
 
-def small_members(full: Sequence[Any], comm: GroupComm) -> set[int]:
-    """Positions of the members that travel packed if there are several, or not at all.
+def on_devices(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
+    """The shards in device memory.
 
-    Args:
-        full: arrays of the group when gathered, or their shapes and dtypes.
-        comm: how the group travels.
+    Before anything waits for them: on TPU a barrier over arrays in both memories makes
+    XLA compute on the host (jax 0.10.2, libtpu 0.0.42).
     """
-    return {
-        i
-        for i, (x, dim) in enumerate(zip(full, comm.dims, strict=True))
-        if dim is None or _layout.size_bytes(x.shape, x.dtype) < comm.threshold_bytes
-    }
+    if not comm.offloaded:
+        return list(shards)
+    return [jax.device_put(s, jax.memory.Space.Device) for s in shards]
+
+
+def _on_pieces(f: Callable, comm: GroupComm) -> Callable:
+    """`f`, a function of one array per member, on pieces over the other axes too.
+
+    Otherwise XLA would gather a member over those axes before every collective over the
+    data axes. What `f` returns is cut over the other axes as the members are.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = {a for o in comm.others for _, names in o for a in names} - set(manual)
+    if not axes:
+        return f
+
+    def spec(x: Array, others: Others) -> PartitionSpec:
+        entries: list[Any] = [None] * x.ndim
+        for at, names in others:
+            entries[at] = tuple(a for a in names if a in axes) or None
+        return PartitionSpec(*entries)
+
+    def on_pieces(arrays: list[Array]) -> list[Array]:
+        specs = [spec(x, o) for x, o in zip(arrays, comm.others, strict=True)]
+        return jax.shard_map(
+            f, in_specs=(specs,), out_specs=specs, axis_names=axes, check_vma=False
+        )(arrays)
+
+    return on_pieces
 
 
 def scatter_group(
@@ -137,52 +131,118 @@ def scatter_group(
 ) -> list[Array | None]:
     """Sum full gradients over the devices and keep this device's shard.
 
-    Members of dim None are not summed here: they have no shard, and whoever
-    differentiates averages them once with all other whole parameters.
+    What `comm.defer` names is left out. Members of dim None are not summed here: they
+    have no shard, and whoever differentiates averages them once with all other whole
+    parameters.
 
     Args:
         grads: one full gradient per member; None where there is nothing to reduce.
-        dtypes: dtype of each member at rest, which its gradient gets back.
+        dtypes: dtype that each gradient gets.
         comm: how the group travels.
 
     Returns:
-        One gradient per member, shaped as the shard and divided by `comm.divisor`.
+        One gradient per member, shaped as the shard and divided by what the sums so far
+        are divided by; a full one, as it was, if all is left out.
+
+    Raises:
+        RuntimeError: reductions are to be left out, and the program has no place for
+            gradients that are not reduced.
     """
-    n = comm.mesh.num_shards
+    if comm.defer == "refuse" and any(g is not None for g in grads):
+        raise RuntimeError(
+            f"the gradients of module {comm.name or 'the root'!r} are not to be "
+            "reduced (set_requires_gradient_sync or set_requires_all_reduce is False), "
+            "but only fsdp_jax.value_and_grad and grad can return such gradients. Use "
+            "them, or set gradient sync to True."
+        )
     out: list[Array | None] = list(grads)
-    cut, wire, factors = [], [], []
-    for i, (grad, dim) in enumerate(zip(grads, comm.dims, strict=True)):
-        if grad is None:
-            continue
-        if dim is None:
+    for i, grad in enumerate(grads):
+        if grad is not None and comm.dims[i] is None:
             out[i] = grad.astype(dtypes[i])
-            continue
-        reduced = cast_floating(grad, comm.reduce_dtype)
-        before, after = _layout.divide_factors(reduced.dtype, comm.divisor)
-        cut.append(i)
-        wire.append(reduced / before if before != 1 else reduced)
-        factors.append(after)
-    buckets = _layout.make_buckets(
+    cut = [i for i, g in enumerate(grads) if g is not None and comm.dims[i] is not None]
+    wire: list[Any] = [cast_floating(_there(grads, i), comm.reduce_dtype) for i in cut]
+    if comm.defer != "all":
+        scatter = _on_pieces(
+            lambda wire: _scatter(wire, comm.only(cut)), comm.only(cut)
+        )
+        wire = scatter(wire)
+    for i, g in zip(cut, wire, strict=True):
+        out[i] = g.astype(dtypes[i])
+    return out
+
+
+def _scatter(wire: list[Array], comm: GroupComm) -> list[Array]:
+    """Reduce full gradients to shards, and over replicas unless that is deferred."""
+    n, replicas = comm.mesh.num_shards, comm.mesh.replicate_axes
+    here = comm.defer == "all_reduce"
+    divisor = comm.divisors[0] if here else comm.divisor
+    factors = [_layout.divide_factors(g.dtype, divisor) for g in wire]
+    sums: list[Any] = [g / f[0] if f[0] != 1 else g for g, f in zip(wire, factors)]
+    for bucket in _layout.make_buckets(
         [g.shape for g in wire], [g.dtype for g in wire], comm.threshold_bytes
-    )
-    for bucket in buckets:
-        if bucket.packed and n > 1:
-            rows = [_rows_first(wire[m], _dim(comm, cut[m]), n) for m in bucket.members]
-            sums = _reduce_scatter(jnp.concatenate(rows, axis=1), comm, 0)
-            pieces = _split(sums, [r.shape[1] for r in rows])
+    ):
+        if bucket.packed and comm.mesh.num_devices > 1:
+            rows = [_rows_first(sums[m], _dim(comm, m), n) for m in bucket.members]
+            total = _reduce_scatter(jnp.concatenate(rows, axis=1), comm, 0)
+            if not here:
+                total = _all_reduce(total, replicas, comm)
+            pieces = _split(total, [r.shape[1] for r in rows])
         else:
             pieces = [
-                _reduce_scatter(wire[m], comm, _dim(comm, cut[m]))
-                for m in bucket.members
+                _reduce_scatter(sums[m], comm, _dim(comm, m)) for m in bucket.members
             ]
+            if not here:
+                pieces = [_all_reduce(p, replicas, comm) for p in pieces]
         for m, piece in zip(bucket.members, pieces):
-            i = cut[m]
-            full = grads[i]
-            assert full is not None
-            shape = _layout.shard_shape(full.shape, comm.dims[i], n)
-            mean = piece / factors[m] if factors[m] != 1 else piece
-            out[i] = mean.reshape(shape).astype(dtypes[i])
-    return out
+            shape = _layout.shard_shape(wire[m].shape, comm.dims[m], n)
+            sums[m] = _divided(piece, factors[m][1]).reshape(shape)
+    return sums
+
+
+def all_reduce_group(
+    grads: Sequence[Array], dtypes: Sequence, comm: GroupComm, axes: tuple[str, ...]
+) -> list[Array]:
+    """Sum gradients over some axes, small ones in one collective per dtype.
+
+    Args:
+        grads: one per member, alike in shape on all devices along `axes`.
+        dtypes: dtype that each gradient gets.
+        comm: how the group travels.
+        axes: the replicating axes for shards that are summed over the others already,
+            all data axes for members that are kept whole.
+    """
+    whole = axes == comm.mesh.data_axes
+    divisor = comm.divisor if whole else comm.divisors[1]
+
+    def reduce(wire: list[Array]) -> list[Array]:
+        factors = [_layout.divide_factors(g.dtype, divisor) for g in wire]
+        sums = [_divided(g, f[0]) for g, f in zip(wire, factors)]
+        for bucket in _layout.make_buckets(
+            [g.shape for g in wire], [g.dtype for g in wire], comm.threshold_bytes
+        ):
+            members = bucket.members
+            if bucket.packed:
+                flat = jnp.concatenate([sums[m].reshape(-1) for m in members])
+                total = _all_reduce(flat[None], axes, comm)
+                pieces = _split(total, [sums[m].size for m in members])
+            else:
+                pieces = [_all_reduce(sums[m], axes, comm) for m in members]
+            for m, piece in zip(members, pieces):
+                sums[m] = _divided(piece.reshape(sums[m].shape), factors[m][1])
+        return sums
+
+    wire = [cast_floating(g, comm.reduce_dtype) for g in grads]
+    return [g.astype(d) for g, d in zip(_on_pieces(reduce, comm)(wire), dtypes)]
+
+
+def _there(grads: Sequence[Array | None], member: int) -> Array:
+    grad = grads[member]
+    assert grad is not None
+    return grad
+
+
+def _divided(x: Array, by: float) -> Array:
+    return x / by if by != 1 else x
 
 
 def _dim(comm: GroupComm, member: int) -> int:
@@ -233,45 +293,108 @@ def _reduce_scatter(x: Array, comm: GroupComm, dim: int) -> Array:
     return x
 
 
-def own_shard(full: Array, dim: int | None, mesh: MeshInfo, divisor: float) -> Array:
+def _all_reduce(x: Array, axes: Sequence[str], comm: GroupComm) -> Array:
+    return sum_over_devices(x, comm.mesh, comm.name, axes)
+
+
+def own_shard(full: Array, comm: GroupComm) -> Array:
     """This device's piece of a gathered array that every device holds alike.
 
     The gradient of the piece is complete already, while that of the gathered array is
-    summed over devices and divided by `divisor`: it is scaled up to survive that.
+    summed over devices and divided: it is scaled up to survive that.
+
+    Args:
+        full: the one member of a group.
+        comm: how that travels.
     """
-    if dim is None or mesh.num_shards == 1:
+    (dim,), mesh = comm.dims, comm.mesh
+    if dim is None:
         return full
-    size = full.shape[dim] // mesh.num_shards
-    axis = dim % full.ndim
+    survives = comm.divisor / mesh.num_replicas
 
-    def plain(full):
-        start = device_index(mesh) * size
-        return jax.lax.dynamic_slice_in_dim(full, start, size, axis=axis)
+    def start(size):
+        return jax.lax.axis_index(mesh.shard_axes) * (size // mesh.num_shards)
 
-    def backward(shape, ct):
-        start = device_index(mesh) * size
-        zeros = jnp.zeros(shape.value, ct.dtype)
-        return (
-            jax.lax.dynamic_update_slice_in_dim(zeros, ct * divisor, start, axis=axis),
+    def plain(arrays):
+        (full,) = arrays
+        size, axis = full.shape[dim], dim % full.ndim
+        piece = jax.lax.dynamic_slice_in_dim(
+            full, start(size), size // mesh.num_shards, axis=axis
         )
+        return [piece]
 
-    cut = jax.custom_vjp(plain)
-    cut.defvjp(lambda full: (plain(full), Static(full.shape)), backward)
+    def spread(arrays):
+        (ct,) = arrays
+        shape = _full_shape(ct, dim, mesh.num_shards)
+        zeros, axis = jnp.zeros(shape, ct.dtype), dim % ct.ndim
+        at = start(shape[dim])
+        return [jax.lax.dynamic_update_slice_in_dim(zeros, ct, at, axis=axis)]
+
+    def backward(_, ct):
+        (spread_out,) = _on_pieces(spread, comm)([ct * survives])
+        return (spread_out,)
+
+    cut = jax.custom_vjp(lambda full: _on_pieces(plain, comm)([full])[0])
+    cut.defvjp(lambda full: (cut(full), None), backward)
     return cut(full)
 
 
 def device_index(mesh: MeshInfo) -> Array:
     """Position of this device among the data devices, row-major, shape ()."""
-    return jax.lax.axis_index(mesh.shard_axes)
+    return jax.lax.axis_index(mesh.data_axes)
 
 
-def sum_over_devices(x, mesh: MeshInfo, name: str):
-    """Sum a pytree over the data devices in as few collectives as XLA can."""
+def sum_over_devices(x, mesh: MeshInfo, name: str, axes: Sequence[str] | None = None):
+    """Sum a pytree over the data devices in as few collectives as XLA can.
+
+    Args:
+        x: the pytree.
+        mesh: mesh and the roles of its axes.
+        name: for profiles.
+        axes: those of the data axes to sum over; None for all.
+    """
+    axes = tuple(mesh.data_axes if axes is None else axes)
     with _scope("all_reduce", name):
-        return jax.lax.psum(x, mesh.shard_axes) if mesh.num_shards > 1 else x
+        return jax.lax.psum(x, axes) if mesh.size(axes) > 1 else x
 
 
 def mean_over_devices(x, mesh: MeshInfo, name: str):
     """Mean of a pytree of floating arrays over the data devices."""
-    n, total = mesh.num_shards, sum_over_devices(x, mesh, name)
+    n, total = mesh.num_devices, sum_over_devices(x, mesh, name)
     return jax.tree.map(lambda s: s / n if n > 1 else s, total)
+
+
+def sum_of_pieces(
+    f: Callable[[Array], Array],
+    arrays: Sequence[Array],
+    specs: Sequence[PartitionSpec],
+    mesh: Mesh,
+) -> Array:
+    """The sum over arrays and all their pieces of a function that returns scalars.
+
+    Called on global arrays. Every piece counts once, however many devices hold it, and
+    one scalar is summed over the devices.
+
+    Args:
+        f: of one piece.
+        arrays: global arrays.
+        specs: how each of them is cut over the mesh.
+        mesh: whose devices hold them.
+    """
+
+    def per_device(pieces: list[Array]) -> Array:
+        total = jnp.zeros(())
+        for x, spec in zip(pieces, specs, strict=True):
+            cut = {a for e in spec if e for a in (e if isinstance(e, tuple) else (e,))}
+            copies = mesh.size // math.prod(mesh.shape[a] for a in cut)
+            total = total + _divided(f(x), copies)
+        with _scope("all_reduce", "norm"):
+            return jax.lax.psum(total, mesh.axis_names) if mesh.size > 1 else total
+
+    return jax.shard_map(
+        per_device,
+        mesh=mesh,
+        in_specs=(list(specs),),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(list(arrays))

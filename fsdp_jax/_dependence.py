@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax.core import Tracer
@@ -40,10 +41,11 @@ def depends_on(
     closed: ClosedJaxpr,
     inputs: Sequence[bool],
     decide: Callable[[JaxprEqn], bool | None] = lambda eqn: None,
+    into_loops: bool = False,
 ) -> list[bool]:
     """Tell which outputs depend on the marked inputs.
 
-    Errs on the side of True: an equation that is not looked into (a loop, a branch)
+    Errs on the side of True: an equation that is not looked into (a branch, a loop)
     passes any dependence on to all its outputs, and so does one with a side effect.
 
     Args:
@@ -51,6 +53,8 @@ def depends_on(
         inputs: one mark per input.
         decide: says of an equation that its outputs are marked (True), are not,
             whatever goes in (False), or follow from its inputs (None).
+        into_loops: whether to look into `scan`. No use to `evaluate`, which evaluates
+            a loop as a whole.
 
     Returns:
         One mark per output.
@@ -64,7 +68,9 @@ def depends_on(
     for eqn in jaxpr.eqns:
         ins = [isinstance(v, Var) and v in marked for v in eqn.invars]
         if callee := _callee(eqn):
-            outs = depends_on(callee, ins, decide)
+            outs = depends_on(callee, ins, decide, into_loops)
+        elif into_loops and eqn.primitive.name == "scan":
+            outs = _loop_depends_on(eqn, ins, decide)
         else:
             hit = decide(eqn)
             if hit is None:
@@ -74,15 +80,36 @@ def depends_on(
     return [isinstance(v, Var) and v in marked for v in jaxpr.outvars]
 
 
+def _same_rank(outside: Any, inside: Any) -> bool:
+    return len(outside.aval.shape) == len(inside.aval.shape)
+
+
+def _loop_depends_on(eqn: JaxprEqn, ins: list[bool], decide: Any) -> list[bool]:
+    """The same for a scan: its carry is marked if any iteration marks it."""
+    body = eqn.params["jaxpr"]
+    # By shapes, as the names of the parameters changed (jax 0.12): what is sliced or
+    # stacked has one dim less inside of the loop.
+    num_carry = sum(map(_same_rank, eqn.outvars, body.jaxpr.outvars))
+    num_sliced = len(eqn.invars) - sum(map(_same_rank, eqn.invars, body.jaxpr.invars))
+    num_consts = len(eqn.invars) - num_sliced - num_carry
+    carry = slice(num_consts, num_consts + num_carry)
+    while True:
+        outs = depends_on(body, ins, decide, into_loops=True)
+        now = [a or b for a, b in zip(ins[carry], outs)]
+        if now == ins[carry]:
+            return [*now, *outs[num_carry:]]
+        ins = [*ins[:num_consts], *now, *ins[carry.stop :]]
+
+
 def _slice(
-    jaxpr: Jaxpr, wanted: Sequence[bool]
+    jaxpr: Jaxpr, wanted: Sequence[bool], known: Container[Var] = ()
 ) -> tuple[list[tuple[JaxprEqn, list[bool]]], set[Var]]:
     """The equations that the wanted outputs need, in order, and the variables read."""
     outputs = zip(jaxpr.outvars, wanted, strict=True)
     needed = {v for v, w in outputs if w and isinstance(v, Var)}
     chosen = []
     for eqn in reversed(jaxpr.eqns):
-        outs = [v in needed for v in eqn.outvars]
+        outs = [v in needed and v not in known for v in eqn.outvars]
         if not any(outs):
             continue
         reads = [True] * len(eqn.invars)
@@ -95,14 +122,18 @@ def _slice(
 
 
 def evaluate(
-    closed: ClosedJaxpr, args: Sequence[Any], wanted: Sequence[bool]
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    wanted: Sequence[bool] | None = None,
+    known: Mapping[Var, Any] = MappingProxyType({}),
 ) -> list[Any]:
     """Evaluate only the wanted outputs of a traced program.
 
     Args:
         closed: the traced program.
         args: its inputs; None for those that no wanted output depends on.
-        wanted: one mark per output.
+        wanted: one mark per output; None for all.
+        known: values of variables on the way, which are not computed again.
 
     Returns:
         The wanted outputs, in order.
@@ -110,11 +141,13 @@ def evaluate(
     jaxpr = closed.jaxpr
     env: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts))
     env.update(zip(jaxpr.invars, args, strict=True))
+    env.update(known)
+    wanted = [True] * len(jaxpr.outvars) if wanted is None else wanted
 
     def read(var: Any) -> Any:
         return var.val if isinstance(var, Literal) else env.get(var)
 
-    for eqn, outs in _slice(jaxpr, wanted)[0]:
+    for eqn, outs in _slice(jaxpr, wanted, known)[0]:
         values = [read(v) for v in eqn.invars]
         if callee := _callee(eqn):
             with _named(eqn):
@@ -123,6 +156,13 @@ def evaluate(
             continue
         env.update(zip(eqn.outvars, _bind(eqn, values), strict=True))
     return [read(v) for v, w in zip(jaxpr.outvars, wanted) if w]
+
+
+def with_outputs(closed: ClosedJaxpr, outputs: Sequence[Var]) -> ClosedJaxpr:
+    """The same program with other variables of it as its outputs."""
+    names = closed.jaxpr.debug_info._replace(result_paths=None)  # of the old outputs
+    jaxpr = closed.jaxpr.replace(outvars=list(outputs), debug_info=names)
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 @contextlib.contextmanager

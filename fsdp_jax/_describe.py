@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from flax import nnx
+from jax.core import Tracer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -53,9 +54,11 @@ class Description:
     Attributes:
         rows: one per parameter, in the order of `nnx.state`.
         num_shards: devices that parameters are cut over.
+        num_replicas: how many copies of each shard there are.
         bytes_per_device: parameter bytes of one device at rest.
         total_bytes: bytes of the parameters themselves.
-        largest_group_bytes: bytes of the largest group while it is gathered.
+        largest_group_bytes: bytes, on one device, of the largest group while it is
+            gathered.
     """
 
     rows: tuple[ParamRow, ...]
@@ -63,10 +66,14 @@ class Description:
     bytes_per_device: int
     total_bytes: int
     largest_group_bytes: int
+    num_replicas: int = 1
 
     def table(self) -> Table:
         """The report as a `rich.table.Table`, totals last."""
-        table = Table(title=f"parameters over {self.num_shards} devices")
+        title = f"parameters over {self.num_shards} devices"
+        if self.num_replicas > 1:
+            title += f", {self.num_replicas} copies of each shard"
+        table = Table(title=title)
         columns = ["path", "shape", "shard", "dim", "dtype", "group", "bytes/device"]
         if any(row.reason for row in self.rows):
             columns.append("why whole")
@@ -146,7 +153,8 @@ def describe(model: Any) -> Description:
         shape, local, reason = _shapes(value, spec, mesh.num_shards)
         if spec is not None:
             dim = None if spec.dim is None else spec.dim + len(shape)
-            size = _layout.size_bytes(shape, value.dtype)
+            piece = spec.whole(len(shape)).shard_shape(shape)
+            size = _layout.size_bytes(piece, value.dtype)
             gathered[group] = gathered.get(group, 0) + size
         size = _layout.size_bytes(local, value.dtype)
         rows.append(
@@ -160,6 +168,7 @@ def describe(model: Any) -> Description:
         bytes_per_device=sum(r.bytes_per_device for r in rows),
         total_bytes=sum(_layout.size_bytes(r.shape, r.dtype) for r in rows),
         largest_group_bytes=max(gathered.values(), default=0),
+        num_replicas=mesh.num_replicas,
     )
 
 
@@ -181,12 +190,37 @@ def _shapes(value: Any, spec: Any, num_shards: int):
     shape = tuple(value.shape)
     if spec is None:
         return shape, shape, "not managed: ignored, or outside every group"
-    if spec.dim is None:
-        return shape, shape, spec.reason
     if spec.is_shard(value):
-        full = list(shape)
-        full[spec.dim] = spec.size
-        return tuple(full), shape, ""
-    if spec.full and num_shards > 1:
-        return shape, shape, "unsharded at present"
-    return shape, _layout.shard_shape(shape, spec.dim, num_shards), ""
+        shape = tuple(
+            spec.size if d == spec.dim % len(shape) else s for d, s in enumerate(shape)
+        )
+    elif spec.full and spec.dim is not None and num_shards > 1:
+        whole = spec.whole(len(shape)).shard_shape(shape)
+        return shape, whole, "unsharded at present"
+    return shape, spec.sharding(len(shape)).shard_shape(shape), spec.reason
+
+
+def local_shape(param: Any) -> tuple[int, ...]:
+    """Shape of one device's piece of a parameter or array, such as `(4, 8)`.
+
+    Inside a per-device program that is the shape of the array itself.
+
+    Args:
+        param: an `nnx.Variable`, an array, or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+        TypeError: none of these.
+
+    Source: specification, "The user contract" (its local shapes).
+    """
+    value = param.get_raw_value() if hasattr(param, "get_raw_value") else param
+    if is_sharded(param) or not hasattr(value, "shape"):
+        raise TypeError(
+            f"local_shape: expected a Variable or an array, got {type(param).__name__}."
+        )
+    spec, sharding = spec_of(param), getattr(value, "sharding", None)
+    if isinstance(value, Tracer) or sharding is None:
+        sharding = None
+        if spec is not None and not spec.is_shard(value):
+            sharding = spec.present(value.ndim)
+    return tuple(sharding.shard_shape(value.shape) if sharding else value.shape)

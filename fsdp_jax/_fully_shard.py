@@ -7,6 +7,7 @@ where. What must not: what happens when the module is called.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,7 +33,15 @@ from fsdp_jax._param import (
     replicate,
     spec_of,
 )
-from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy, Shard
+from fsdp_jax._placement import rest_of
+from fsdp_jax._policies import (
+    PINNED_HOST,
+    UNPINNED_HOST,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Shard,
+)
+from fsdp_jax._precision import warn_of_layer_dtypes
 from fsdp_jax._state import FSDPState, is_sharded
 
 M = TypeVar("M")
@@ -61,18 +70,21 @@ def fully_shard(
 
     Args:
         module: an NNX module, or a list or tuple of modules that become one group each.
-        mesh: a mesh with one axis, of `n` devices. None: the one set by `jax.set_mesh`,
-            else an axis `fsdp` over all devices.
+        mesh: with one axis, over which parameters are cut; with two, the first one
+            copies the shards and the second one cuts. None: the one set by
+            `jax.set_mesh`, else an axis `fsdp` over all devices.
         reshard_after_forward: True: free after forward and gather again in backward.
             False: keep until backward. An int k >= 1: keep for k forwards. None: True,
             but False for whichever sharded module is outermost in a call.
         shard_placement_fn: given a parameter's Variable, returns `Shard(dim)` to cut
             another dim, or None for the default.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
-        offload_policy: only `OffloadPolicy()`, no offload, is supported yet.
+        offload_policy: `CPUOffloadPolicy()` lets shards rest in host memory.
         ignored_params: parameters to leave whole: a list or tuple of Variables, or an
             NNX filter. Their gradients are averaged over devices.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: which axes of `mesh` cut and which copy, by name. With axes left
+            over, such as a tensor parallel one, every parameter must be on the mesh
+            already, cut over none but those; it is then cut within its pieces.
 
     Returns:
         The object that was given.
@@ -86,6 +98,10 @@ def fully_shard(
         NotImplementedError: an argument that is not supported yet, or `Shard(d)` with
             d > 0 on a dim that does not divide.
         In every case nothing has been changed.
+
+    Warns:
+        UserWarning: layers were made with a `dtype` other than the policy's
+            `param_dtype`, in which they then compute.
 
     Source: specification, "The user contract" and "Communication grouping"; PyTorch
     `fully_shard`. A list makes one group each, and an int counts forwards, as in the
@@ -101,6 +117,7 @@ def fully_shard(
         )
     ignored = _ignored_predicate(ignored_params)
     info = resolve_mesh(mesh, dp_mesh_dims)
+    _check_memory(offload_policy, info)
     state = FSDPState(
         mesh=info,
         reshard_after_forward=_plain(reshard_after_forward),
@@ -108,7 +125,10 @@ def fully_shard(
         offload_policy=offload_policy,
         threshold_bytes=_layout.PACKING_THRESHOLD_BYTES,
     )
-    plans = _plan(modules, info, ignored, shard_placement_fn)
+    kind = offload_policy.memory_kind
+    plans = _plan(modules, info, ignored, shard_placement_fn, kind)
+    managed = [variable for plan in plans for variable, _ in plan.managed]
+    warn_of_layer_dtypes(modules, managed, mp_policy, stacklevel=2)
     _apply(plans, state)
     return module
 
@@ -185,10 +205,27 @@ def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
             "fully_shard: offload_policy must be an OffloadPolicy, got "
             f"{type(offload_policy).__name__}."
         )
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            f"fully_shard: offload_policy={offload_policy!r} is not supported yet. "
-            "Leave it out to keep the shards in device memory."
+
+
+def _check_memory(policy: OffloadPolicy, info: MeshInfo) -> None:
+    """Raise unless the devices can compute from the memory that a policy names.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    kind, found = policy.memory_kind, info.memory_kinds
+    if kind is None:
+        return
+    usable = [k for k in (PINNED_HOST, UNPINNED_HOST) if k in found]
+    if info.platform != "cpu":
+        # XLA:TPU refuses programs that read it (jax 0.10.2, libtpu 0.0.42).
+        usable = [k for k in usable if k != UNPINNED_HOST]
+    if kind not in usable:
+        pins = [f"CPUOffloadPolicy(pin_memory={k == PINNED_HOST})" for k in usable]
+        raise ValueError(
+            f"fully_shard: {policy!r} needs memory of kind {kind!r}, from which "
+            f"programs on {info.platform} devices cannot compute here (they have "
+            f"{found}). Use one of {[*pins, 'OffloadPolicy()']}."
         )
 
 
@@ -225,7 +262,7 @@ def _ignored_predicate(ignored: Any) -> Callable[[tuple, Any], bool]:
         ) from None
 
 
-def _plan(modules, info: MeshInfo, ignored, placement_fn) -> list[_Plan]:
+def _plan(modules, info: MeshInfo, ignored, placement_fn, kind) -> list[_Plan]:
     """Decide everything, inner modules first, without changing anything."""
     below = {id(m): {id(x) for _, x in _functional.walk(m)} for m in modules}
     order = sorted(modules, key=lambda m: len(below[id(m)]))
@@ -235,11 +272,14 @@ def _plan(modules, info: MeshInfo, ignored, placement_fn) -> list[_Plan]:
         inner = {
             id(m) for m in modules if m is not module and id(m) in below[id(module)]
         }
-        plans.append(_plan_one(module, inner, info, ignored, placement_fn, taken))
+        place = functools.partial(
+            rest_of, info=info, placement_fn=placement_fn, memory_kind=kind
+        )
+        plans.append(_plan_one(module, inner, ignored, place, taken))
     return plans
 
 
-def _plan_one(module, inner, info, ignored, placement_fn, taken) -> _Plan:
+def _plan_one(module, inner, ignored, place, taken) -> _Plan:
     managed, replicated = [], []
     own = list(_own(module, inner))
     _check_not_taken(module, own, taken)
@@ -249,7 +289,7 @@ def _plan_one(module, inner, info, ignored, placement_fn, taken) -> _Plan:
             continue
         name = dotted(path)
         taken[id(variable)] = name
-        managed.append((variable, _spec(name, variable, info, placement_fn)))
+        managed.append((variable, place(name, variable)))
     return _Plan(module, managed, replicated)
 
 
@@ -299,46 +339,6 @@ def _check_not_taken(module, own, taken: dict[int, str]) -> None:
         "in the group of an earlier call. A parameter travels in one group: shard "
         "only a module that contains both, or untie them."
     )
-
-
-def _spec(name: str, variable: Any, info: MeshInfo, placement_fn) -> ParamSpec:
-    """Where one parameter rests."""
-    value = variable.get_raw_value()
-    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-    if not isinstance(value, kinds):
-        raise ValueError(
-            f"fully_shard: parameter {name!r} holds a {type(value).__name__}, not an "
-            "array. Pass it in ignored_params."
-        )
-    if not value.shape:
-        raise ValueError(
-            f"fully_shard: parameter {name!r} has no dimensions, so there is no dim 0 "
-            "to cut. Give it shape (1,), or pass it in ignored_params."
-        )
-    n, shape = info.num_shards, tuple(value.shape)
-    asked = placement_fn(variable) if placement_fn is not None else None
-    if asked is not None and not isinstance(asked, Shard):
-        raise ValueError(
-            f"fully_shard: shard_placement_fn returned {asked!r} for parameter "
-            f"{name!r}. Return Shard(dim) or None."
-        )
-    if asked is None or asked.dim in (0, -len(shape)):
-        dim, reason = _layout.choose_dim(shape, n)
-        return ParamSpec(name, dim, shape[dim] if dim is not None else 0, info, reason)
-    if not -len(shape) <= asked.dim < len(shape):
-        raise ValueError(
-            f"fully_shard: shard_placement_fn returned {asked} for parameter {name!r} "
-            f"of shape {shape}, which has no such dim. Give one of 0 to "
-            f"{len(shape) - 1}."
-        )
-    dim = asked.dim if asked.dim < 0 else asked.dim - len(shape)
-    if shape[dim] % n or not shape[dim]:
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn returned {asked} for parameter {name!r} "
-            f"of shape {shape}, but {shape[dim]} does not divide over {n} devices. "
-            "Return another dim, or None."
-        )
-    return ParamSpec(name, dim, shape[dim], info)
 
 
 def _apply(plans: list[_Plan], state: FSDPState) -> None:

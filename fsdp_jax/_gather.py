@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from fsdp_jax._collectives import GroupComm, Static, gather_group, scatter_group
+from fsdp_jax._collectives import gather_group, on_devices, scatter_group
+from fsdp_jax._comm import GroupComm, Static, cast_floating
 from fsdp_jax._dependence import Asking
+from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
 
 Array = jax.Array
@@ -43,6 +47,8 @@ def gather_kept(
     log: Log | None = None,
     anchors: Anchors | None = None,
     kind: str = "gather",
+    sinks: Sequence[Array | None] = (),
+    full: Sequence[Array | None] = (),
 ) -> list[Array]:
     """Gather a group; in backward reduce-scatter the gradients of the full arrays.
 
@@ -56,34 +62,105 @@ def gather_kept(
         anchors: arrays that the gather waits for; the early ones, as it is not known
             what is read first.
         kind: of the gather, for its name in profiles.
+        sinks: arrays that receive the gradients of members in place of their shards, as
+            far as `comm.defer` lets them be reduced; None for members without.
+        full: arrays that were gathered before; None for members without.
 
     Returns:
         The full arrays.
     """
-    dtypes = [s.dtype for s in shards]
     waits = anchors.early if anchors is not None else []
+    sinks = list(sinks) or [None] * len(shards)
+    dtypes, away = grad_dtypes(shards, sinks), [is_away(s) for s in shards]
+    gathered = any(f is not None for f in full)
 
-    def plain(shards, waits):
-        return gather_group(after(shards, waits)[0], comm, kind)
+    def plain(shards, sinks, full, waits):
+        if gathered:
+            here = on_devices(shards, comm)
+            cast = [cast_floating(s, comm.param_dtype) for s in here]
+            return [c if f is None else f for c, f in zip(cast, full)]
+        return gather_group(after(on_devices(shards, comm), waits)[0], comm, kind)
 
-    def forward(shards, waits):
-        needed = Static([s.perturbed for s in shards])
-        values = [s.value for s in shards], [w.value for w in waits]
+    def forward(shards, sinks, full, waits):
+        needed = Static(perturbed(shards, sinks))
+        values = jax.tree.map(lambda x: x.value, (shards, sinks, full, waits))
         return gather(*values), needed  # itself: gradients of gradients come here
 
     def backward(needed, cotangents):
         grads = [
-            None if isinstance(c, SymbolicZero) or not n else c
-            for n, c in zip(needed.value, cotangents, strict=True)
+            c if i in needed.value and not isinstance(c, SymbolicZero) else None
+            for i, c in enumerate(cotangents)
         ]
         reduced = scatter_group(grads, dtypes, comm)
         if log is not None:
             log.reduce(reduced)
-        return reduced, [None] * len(waits)
+        to_shards, to_sinks = sort_grads(reduced, sinks, away)
+        return to_shards, to_sinks, [None] * len(full), [None] * len(waits)
 
     gather = jax.custom_vjp(plain)
     gather.defvjp(forward, backward, symbolic_zeros=True)
-    return gather(list(shards), waits)
+    return gather(list(shards), sinks, list(full), waits)
+
+
+def grad_dtypes(
+    shards: Sequence[Array], sinks: Sequence[Array | None]
+) -> list[jnp.dtype]:
+    """The dtype of each member's gradient: of what receives it."""
+    return [s.dtype if k is None else k.dtype for s, k in zip(shards, sinks)]
+
+
+def refuse_inner(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
+    """The shards; raises if the user's function differentiates them itself.
+
+    While their gradients are left to a later call it would get other numbers. Asked of
+    shards as the module holds them: behind a barrier all of them look differentiated.
+
+    Raises:
+        RuntimeError: when it is differentiated.
+    """
+    if comm.defer not in ("all", "all_reduce"):
+        return list(shards)
+
+    def forward(shards):
+        cut = [s for s, dim in zip(shards, comm.dims) if dim is not None]
+        if any(s.perturbed for s in cut):
+            raise RuntimeError(
+                f"f differentiates with respect to the parameters of module "
+                f"{comm.name or 'the root'!r} itself, while their gradients are not "
+                "reduced (set_requires_gradient_sync or set_requires_all_reduce is "
+                "False), so it would get other numbers. Set gradient sync to True for "
+                "this call."
+            )
+        return [s.value for s in shards], None
+
+    check = jax.custom_vjp(list)
+    check.defvjp(forward, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
+    return check(list(shards))
+
+
+def perturbed(shards: Sequence[Any], sinks: Sequence[Any]) -> list[int]:
+    """Positions of the members that are differentiated."""
+    pairs = enumerate(zip(shards, sinks, strict=True))
+    return [i for i, (s, k) in pairs if s.perturbed or (k is not None and k.perturbed)]
+
+
+def sort_grads(
+    grads: Sequence[Array | None], sinks: Sequence[Array | None], away: Sequence[bool]
+) -> tuple[list[Array | None], list[Array | None]]:
+    """The gradients that belong to shards, and those that belong to sinks.
+
+    Args:
+        grads: one per member; None for none.
+        sinks: as in `gather_kept`.
+        away: whether the shard is in host memory, where its gradient has to be.
+    """
+    to_shards = [g if k is None else None for g, k in zip(grads, sinks, strict=True)]
+    to_sinks = [None if k is None else g for g, k in zip(grads, sinks, strict=True)]
+    host = jax.memory.Space.Host
+    return [
+        jax.device_put(g, host) if g is not None and a else g
+        for g, a in zip(to_shards, away, strict=True)
+    ], to_sinks
 
 
 def run_in_turn(
@@ -94,6 +171,7 @@ def run_in_turn(
     comm: GroupComm,
     kind: str = "gather",
     makes_room: bool = False,
+    sinks: Sequence[Array | None] = (),
 ) -> list[Array]:
     """Run a traced program while its large parameters are gathered one after the other.
 
@@ -115,6 +193,7 @@ def run_in_turn(
         comm: how the group travels.
         kind: of the gathers, for their names in profiles.
         makes_room: whether to leave something to the next module.
+        sinks: as in `gather_kept`.
 
     Returns:
         All results.
@@ -138,7 +217,8 @@ def run_in_turn(
     def start(members: list[int], waits: list[Array], there: list[int]) -> list[Array]:
         held, waits = wait([shards[i] for i in members], waits, there)
         if members:
-            gathered = gather_kept(held, comm.only(members), kind=kind)
+            own = [sinks[i] for i in members] if sinks else ()
+            gathered = gather_kept(held, comm.only(members), kind=kind, sinks=own)
             full.update(zip(members, gathered, strict=True))
         return waits
 

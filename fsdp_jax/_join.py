@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _collectives, _functional
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import dotted, spec_of
+from fsdp_jax._param import ParamSpec, dotted, spec_of
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -34,6 +34,7 @@ class Request:
         has_aux: whether `f` returns a pair.
         wrt: one nnx filter per entry of `argnums`.
         reduction: one of `REDUCTIONS`.
+        num_microbatches: slices of each device's rows.
         in_specs: as given.
         out_specs: as given.
     """
@@ -45,18 +46,33 @@ class Request:
     has_aux: bool = False
     wrt: tuple[Any, ...] = ()
     reduction: str = "mean"
+    num_microbatches: int = 1
     in_specs: _batch.FrozenSpecs = _batch.NO_SPECS
     out_specs: _batch.FrozenSpecs = _batch.NO_SPECS
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One array of a state: where it is, what its Variable is, how it rests."""
+    """One array of a state.
+
+    Attributes:
+        path: where it is.
+        kind: class of its Variable.
+        spec: how the per-device program cuts it.
+        rest: its sharding outside of that.
+        param: how the parameter rests, None if it is not a managed one.
+    """
 
     path: tuple[Any, ...]
     kind: type
     spec: PartitionSpec
-    managed: bool
+    rest: NamedSharding
+    param: ParamSpec | None
+
+    @property
+    def managed(self) -> bool:
+        """Whether a group manages it."""
+        return self.param is not None
 
 
 def slots_of(state: Any, mesh: MeshInfo) -> tuple[Slot, ...]:
@@ -72,9 +88,10 @@ def slots_of(state: Any, mesh: MeshInfo) -> tuple[Slot, ...]:
         raw = leaf.get_raw_value() if variable else leaf
         for x in jax.tree.leaves(raw):
             if _functional.is_array(x):
-                rest = mesh.spec(x.ndim, spec.dim) if spec else PartitionSpec()
                 kind = type(leaf) if variable else jax.Array
-                slots.append(Slot(path, kind, rest, spec is not None))
+                cut = mesh.spec(x.ndim, spec.dim) if spec and spec.cut else None
+                rest = spec.sharding(x.ndim) if spec else mesh.whole_like(x)
+                slots.append(Slot(path, kind, cut or PartitionSpec(), rest, spec))
     return tuple(slots)
 
 
@@ -87,7 +104,7 @@ def differs_between_devices(mesh: MeshInfo, eqn: Any) -> bool | None:
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
         whole = eqn.params.get("axis_index_groups") is None
-        if whole and set(axes) >= set(mesh.shard_axes):
+        if whole and set(axes) >= set(mesh.data_axes):
             return False
     return None
 
@@ -109,7 +126,7 @@ def state_rule(request: Request, mesh: MeshInfo, slot: Slot, new: bool) -> Calla
             return _collectives.mean_over_devices(value, mesh, name), PartitionSpec()
         if new or issubclass(slot.kind, nnx.Intermediate):
             if value.ndim:
-                return value, _batch.data_spec(mesh)
+                return value, mesh.data_spec()
             if floating:
                 return _collectives.mean_over_devices(
                     value, mesh, name
@@ -118,7 +135,7 @@ def state_rule(request: Request, mesh: MeshInfo, slot: Slot, new: bool) -> Calla
             f"{request.who}: f changed the {slot.kind.__name__} "
             f"{name!r} to values that differ between devices, and "
             "only BatchStat updates are averaged. Make the value the same everywhere "
-            f"(jax.lax.psum over {mesh.shard_axes}), or return it as an output."
+            f"(jax.lax.psum over {mesh.data_axes}), or return it as an output."
         )
 
     return rule
@@ -147,7 +164,7 @@ def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
 
         def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
             if value.ndim:
-                return value, _batch.data_spec(mesh)
+                return value, mesh.data_spec()
             if not differ:
                 return value, PartitionSpec()
             if jnp.issubdtype(value.dtype, jnp.floating):
@@ -158,7 +175,7 @@ def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
                 f"{request.who}: f returned a {value.dtype} scalar that differs "
                 f"between devices (output{path}). Return it as a float to have it "
                 "averaged, or with shape (1,) to have one entry per device, or sum it "
-                f"(jax.lax.psum over {mesh.shard_axes}). If it came out of a loop and "
+                f"(jax.lax.psum over {mesh.data_axes}). If it came out of a loop and "
                 "is the same everywhere, shard_map's out_specs=PartitionSpec() says so."
             )
 

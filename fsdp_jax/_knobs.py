@@ -6,6 +6,8 @@ the values do, which is read where they act.
 
 from __future__ import annotations
 
+import math
+import numbers
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +44,100 @@ class Knobs(nnx.Module):
             )
         for module in sharded_modules(self) if recurse else [self]:
             set_state(module, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters are freed between micro-batches.
+
+        Has a meaning for `value_and_grad(..., num_microbatches=k)` only: False gathers
+        a group once for all of them instead of in each. Afterwards, and in everything
+        else, parameters are freed in any case.
+
+        Args:
+            reshard_after_backward: False keeps them.
+            recurse: whether inner sharded modules are set too.
+
+        Raises:
+            ValueError: not a bool.
+
+        Source: PyTorch `set_reshard_after_backward`.
+        """
+        _check_bool("set_reshard_after_backward", reshard_after_backward)
+        for module in sharded_modules(self) if recurse else [self]:
+            set_state(module, reshard_after_backward=reshard_after_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether gradients are reduced over the devices.
+
+        While it is off, `value_and_grad` returns a `PendingGradients`; with
+        micro-batches it reduces once, after the last of them. Sets what
+        `set_requires_all_reduce` sets too.
+
+        Args:
+            requires_gradient_sync: False leaves every device its own gradients.
+            recurse: whether inner sharded modules are set too.
+
+        Raises:
+            ValueError: not a bool.
+
+        Source: specification, table of knobs; PyTorch.
+        """
+        _check_bool("set_requires_gradient_sync", requires_gradient_sync)
+        for module in sharded_modules(self) if recurse else [self]:
+            set_state(
+                module,
+                requires_gradient_sync=requires_gradient_sync,
+                requires_all_reduce=requires_gradient_sync,
+            )
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether gradients are reduced over replicas, next to the shards.
+
+        While it is off, `value_and_grad` reduce-scatters and returns a
+        `PendingGradients` of one gradient per replica. Changes nothing on a mesh
+        without replicating axes, nor while gradient sync is off.
+
+        Args:
+            requires_all_reduce: False leaves every replica its own gradients.
+            recurse: whether inner sharded modules are set too.
+
+        Raises:
+            ValueError: not a bool.
+
+        Source: specification, table of knobs; PyTorch.
+        """
+        _check_bool("set_requires_all_reduce", requires_all_reduce)
+        for module in sharded_modules(self) if recurse else [self]:
+            set_state(module, requires_all_reduce=requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Set what this module's own summed gradients are divided by.
+
+        The result is the sum over all data devices, replicas among them, divided once,
+        for every `reduction`. Inner modules keep theirs.
+
+        Args:
+            factor: None for the default: the number of data devices where the loss is
+                their mean, else 1.
+
+        Raises:
+            ValueError: neither a positive number nor None.
+
+        Source: specification, table of knobs; PyTorch.
+        """
+        number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+        if factor is not None and not (number and 0 < float(factor) < math.inf):
+            raise ValueError(
+                "set_gradient_divide_factor: expected a positive number, or None for "
+                f"the default, got {factor!r}."
+            )
+        given = None if factor is None else float(factor)
+        set_state(self, gradient_divide_factor=given)
 
     def set_packing_threshold_bytes(
         self, threshold_bytes: int, *, recurse: bool = True
@@ -128,6 +224,11 @@ class Knobs(nnx.Module):
         """
         keys = _keys(modules, "set_modules_to_backward_prefetch")
         set_state(self, backward_prefetch=keys)
+
+
+def _check_bool(who: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{who}: expected a bool, got {value!r}.")
 
 
 def _keys(modules: Any, who: str) -> tuple[str, ...]:

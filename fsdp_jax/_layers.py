@@ -7,21 +7,26 @@ how one layer is linearized (`_schedule`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from fsdp_jax._collectives import GroupComm, Static, gather_group, scatter_group
-from fsdp_jax._gather import gather_kept
+from fsdp_jax._collectives import gather_group, scatter_group
+from fsdp_jax._comm import GroupComm, Static
+from fsdp_jax._gather import gather_kept, grad_dtypes, perturbed, sort_grads
+from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Log, is_inexact
 from fsdp_jax._schedule import Body, rebuild_vjp, trace_forward, zeros_of
 
 Array = jax.Array
 
 
-def _layer(stacked: Sequence[Array], k: Array | int) -> list[Array]:
-    return [jax.lax.dynamic_index_in_dim(a, k, keepdims=False) for a in stacked]
+def _layer(stacked: Sequence[Any], k: Array | int) -> list[Any]:
+    return jax.tree.map(
+        lambda a: jax.lax.dynamic_index_in_dim(a, k, keepdims=False), list(stacked)
+    )
 
 
 def run_layers(
@@ -32,6 +37,7 @@ def run_layers(
     consts: Sequence[Array],
     comm: GroupComm,
     log: Log,
+    sinks: Sequence[Array | None] = (),
 ) -> list[Array]:
     """Run `body` once per layer; the next layer is gathered while one computes.
 
@@ -48,44 +54,52 @@ def run_layers(
         consts: what every layer reads.
         comm: how a layer of the group travels.
         log: told about the reductions.
+        sinks: as in `gather_kept`, `(layers, ...)` each.
 
     Returns:
         The arrays per layer, `(layers, ...)`, then the carry after the last one.
     """
     num_layers, num_carry = shards[0].shape[0], len(carry)
-    dtypes = [s.dtype for s in shards]
+    sinks = list(sinks) or [None] * len(shards)
+    dtypes, away = grad_dtypes(shards, sinks), [is_away(s) for s in shards]
 
-    def loop(layer, shards, stacked, carry):
+    def gather(shards, sinks, k, kind="gather"):
+        own = _layer(sinks, k)
+        return gather_kept(_layer(shards, k), comm, kind=kind, sinks=own)
+
+    def loop(layer, shards, sinks, stacked, carry):
         steps = jnp.arange(num_layers)  # made anew in each trace: backward is another
 
         def step(state, x):
             (carry, full), (k, own) = state, x
             after = jnp.minimum(k + 1, num_layers - 1)
-            coming = gather_kept(_layer(shards, after), comm)
+            coming = gather(shards, sinks, after)
             carry, out = layer(full, own, carry)
             return (carry, coming), out
 
-        first = gather_kept(_layer(shards, 0), comm)
+        first = gather(shards, sinks, 0)
         return jax.lax.scan(step, (list(carry), first), (steps, list(stacked)))
 
-    def plain(shards, stacked, carry, consts):
+    def plain(shards, sinks, stacked, carry, consts):
         def layer(full, own, carry):
             results = body(full, [*own, *carry, *consts])
             return results[len(results) - num_carry :], results[: -num_carry or None]
 
-        (carry, _), out = loop(layer, shards, stacked, carry)
+        (carry, _), out = loop(layer, shards, sinks, stacked, carry)
         return [*out, *carry]
 
-    def forward(shards, stacked, carry, consts):
-        some = any(x.perturbed for x in (*shards, *stacked, *carry, *consts))
+    def forward(shards, sinks, stacked, carry, consts):
+        diff_members = perturbed(shards, sinks)
+        some = bool(diff_members) or any(
+            x.perturbed for x in (*stacked, *carry, *consts)
+        )
         marks = [
             *[x.perturbed for x in stacked],
             *[some and is_inexact(x.value) for x in carry],
             *[x.perturbed for x in consts],
         ]
-        diff_members = [i for i, s in enumerate(shards) if s.perturbed]
-        shards, stacked, carry, consts = (
-            [x.value for x in arrays] for arrays in (shards, stacked, carry, consts)
+        shards, sinks, stacked, carry, consts = jax.tree.map(
+            lambda x: x.value, (shards, sinks, stacked, carry, consts)
         )
         saved = trace_forward(
             body,
@@ -102,11 +116,11 @@ def run_layers(
             at = len(results) - num_carry
             return results[at:], (results[:at], kept)
 
-        (carry, last), (out, kept) = loop(layer, shards, stacked, carry)
-        return [*out, *carry], (shards, kept, consts, last, Static(saved))
+        (carry, last), (out, kept) = loop(layer, shards, sinks, stacked, carry)
+        return [*out, *carry], (shards, sinks, kept, consts, last, Static(saved))
 
     def backward(residuals, cotangents):
-        shards, kept, consts, last, static = residuals
+        shards, sinks, kept, consts, last, static = residuals
         saved = static.value
         cotangents = [
             zeros_of(c) if isinstance(c, SymbolicZero) else c for c in cotangents
@@ -120,7 +134,7 @@ def run_layers(
         def step(state, x):
             (carry_cts, sums, full), (k, kept, out_cts) = state, x
             before = jnp.maximum(k - 1, 0)
-            coming = gather_kept(_layer(shards, before), comm, kind="regather")
+            coming = gather(shards, sinks, before, "regather")
             given = [*[None] * (at + num_carry), *consts]
             vjp = rebuild_vjp(saved, full, kept, given)
             member_cts, other_cts = vjp([*out_cts, *carry_cts])
@@ -143,9 +157,10 @@ def run_layers(
         (carry_cts, sums, _), (reduced, own_cts) = jax.lax.scan(
             step, init, xs, reverse=True
         )
-        log.reduce(reduced)
+        if comm.defer != "all":
+            log.reduce(reduced)
         return (
-            reduced,
+            *sort_grads(reduced, sinks, away),
             _spread(own_cts, own_at, len(stacked)),
             _spread(carry_cts, carry_diff, num_carry),
             _spread(sums, [i - at - num_carry for i in consts_at], len(consts)),
@@ -153,7 +168,7 @@ def run_layers(
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), list(stacked), list(carry), list(consts))
+    return run(list(shards), sinks, list(stacked), list(carry), list(consts))
 
 
 def _spread(arrays: list[Array], places: list[int], length: int) -> list[Array | None]:

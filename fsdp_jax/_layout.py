@@ -22,7 +22,9 @@ latency, and `FSDPModule.set_packing_threshold_bytes` moves the line per group.
 """
 
 
-def choose_dim(shape: Sequence[int], num_shards: int) -> tuple[int | None, str]:
+def choose_dim(
+    shape: Sequence[int], num_shards: int, blocks: Sequence[int] = ()
+) -> tuple[int | None, str]:
     """Choose the dim to cut: dim 0, else the largest other one that divides.
 
     Dims count from the end, so that a slice of a stacked parameter is cut alike.
@@ -30,6 +32,7 @@ def choose_dim(shape: Sequence[int], num_shards: int) -> tuple[int | None, str]:
     Args:
         shape: full shape, at least one dim.
         num_shards: devices to cut over.
+        blocks: per dim, into how many pieces something else cuts it; empty for none.
 
     Returns:
         The dim, negative, and an empty reason; or None and why it stays whole.
@@ -37,9 +40,11 @@ def choose_dim(shape: Sequence[int], num_shards: int) -> tuple[int | None, str]:
     ndim = len(shape)
     if 0 in shape:
         return None, f"shape {tuple(shape)} has no elements"
-    fits = [d for d in range(ndim) if shape[d] % num_shards == 0]
+    blocks = blocks or [1] * ndim
+    fits = [d for d in range(ndim) if shape[d] % (num_shards * blocks[d]) == 0]
     if not fits:
-        return None, f"no dim of {tuple(shape)} divides by {num_shards}"
+        within = f" within its {tuple(blocks)} pieces" if max(blocks) > 1 else ""
+        return None, f"no dim of {tuple(shape)} divides by {num_shards}{within}"
     best = 0 if fits[0] == 0 else max(fits, key=lambda d: shape[d])
     return best - ndim, ""
 

@@ -1,4 +1,4 @@
-"""Which mesh axes shard, and whether code runs per device or on global arrays.
+"""Which mesh axes shard, which replicate, and whether code runs per device.
 
 What lives here: the mesh of a group. What must not: anything that knows of modules,
 parameters or their shapes.
@@ -7,6 +7,7 @@ parameters or their shapes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,19 +19,36 @@ from fsdp_jax._policies import DataParallelMeshDims
 
 DEFAULT_AXIS = "fsdp"
 SLICE_AXIS = "slice"
+Others = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshInfo:
-    """A mesh and the axes of it that shard parameters.
+    """A mesh and the roles of its axes.
 
     Attributes:
         mesh: devices by axis.
         shard_axes: axes over which parameters are cut, major to minor.
+        replicate_axes: axes over which the shards are copied, major to minor.
     """
 
     mesh: Mesh
     shard_axes: tuple[str, ...]
+    replicate_axes: tuple[str, ...] = ()
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which a batch is cut, major to minor."""
+        return (*self.replicate_axes, *self.shard_axes)
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh without a role here, such as tensor parallel ones."""
+        return tuple(a for a in self.mesh.axis_names if a not in self.data_axes)
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Devices along some axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
@@ -40,12 +58,35 @@ class MeshInfo:
     @property
     def num_shards(self) -> int:
         """Into how many pieces a parameter is cut."""
-        return int(np.prod(self.axis_sizes))
+        return self.size(self.shard_axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of each shard there are."""
+        return self.size(self.replicate_axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Over how many devices a batch is cut."""
+        return self.size(self.data_axes)
+
+    def places_here(self) -> int:
+        """Over how many of the places on the data axes this process has devices."""
+        mine = [d.process_index == jax.process_index() for d in self.mesh.devices.flat]
+        places = np.argwhere(np.reshape(mine, self.mesh.devices.shape))
+        data = [self.mesh.axis_names.index(axis) for axis in self.data_axes]
+        return len(np.unique(places[:, data], axis=0))
 
     @property
     def platform(self) -> str:
         """What the devices are: "cpu", "gpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def memory_kinds(self) -> list[str]:
+        """The kinds of memory that a device can address."""
+        device = self.mesh.devices.flat[0]
+        return [memory.kind for memory in device.addressable_memories()]
 
     @property
     def gather_stages(self) -> tuple[tuple[str, ...], ...]:
@@ -87,32 +128,74 @@ class MeshInfo:
         return client.__name__ == "CompileOnlyPyClient"
 
     def spec(self, ndim: int, dim: int | None) -> PartitionSpec:
-        """Partition spec of an array of `ndim` dims cut along `dim`, None for whole."""
+        """Spec, over the sharding axes, of an array cut along `dim`; None for whole."""
         if dim is None:
             return PartitionSpec()
-        axes = self.shard_axes[0] if len(self.shard_axes) == 1 else self.shard_axes
-        return PartitionSpec(*([None] * (dim % ndim)), axes)
+        return PartitionSpec(*([None] * (dim % ndim)), _entry(self.shard_axes))
 
-    def sharding(self, ndim: int, dim: int | None) -> NamedSharding:
-        """The sharding that `spec` describes, on this mesh."""
-        return NamedSharding(self.mesh, self.spec(ndim, dim))
+    def data_spec(self) -> PartitionSpec:
+        """The spec that cuts dim 0 over all data devices."""
+        return PartitionSpec(_entry(self.data_axes))
+
+    def replica_spec(self, ndim: int, dim: int | None) -> PartitionSpec:
+        """Spec of one array per replica, stacked on a new dim 0; each as in `spec`."""
+        rest = self.spec(ndim, dim)
+        return PartitionSpec(_entry(self.replicate_axes), *rest)
+
+    def sharding(
+        self,
+        ndim: int,
+        dim: int | None,
+        others: Others = (),
+        memory_kind: str | None = None,
+    ) -> NamedSharding:
+        """Sharding of an array cut along `dim`, and over other axes within that.
+
+        Args:
+            ndim: of the array.
+            dim: cut over the sharding axes; None for none.
+            others: dims, from the end, and the other axes that they are cut over.
+            memory_kind: where it rests; None for device memory.
+        """
+        entries: list[tuple[str, ...]] = [()] * ndim
+        for at, axes in others:
+            entries[at] = axes
+        if dim is not None:
+            entries[dim] = (*entries[dim], *self.shard_axes)
+        while entries and not entries[-1]:
+            entries.pop()
+        spec = PartitionSpec(*[_entry(axes) for axes in entries])
+        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+
+    def whole_like(self, x: Any) -> NamedSharding:
+        """Sharding of an array over no data axis, and over others as it is now."""
+        found = getattr(x, "sharding", None)
+        if not isinstance(found, NamedSharding) or found.mesh != self.mesh:
+            return self.sharding(x.ndim, None)
+        others = []
+        for dim, entry in enumerate(found.spec):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            others.append((dim, tuple(a for a in axes if a in self.other_axes)))
+        return self.sharding(x.ndim, None, tuple(others))
 
     def per_device(self) -> bool:
         """Whether the code being traced is the program of one device of this mesh.
 
         Raises:
-            ValueError: it is, but of a mesh whose axes have other sizes.
+            ValueError: it is, but of a mesh whose axes have other sizes, or over some
+                of the data axes only.
         """
         context = jax.sharding.get_abstract_mesh()
-        manual = set(context.manual_axes)
-        if not manual.issuperset(self.shard_axes):
+        manual = [axis for axis in self.data_axes if axis in context.manual_axes]
+        if not manual:
             return False
-        sizes = tuple(context.shape[axis] for axis in self.shard_axes)
-        if sizes != self.axis_sizes:
+        sizes = tuple(context.shape[axis] for axis in manual)
+        own = tuple(self.mesh.shape[axis] for axis in self.data_axes)
+        if len(manual) < len(self.data_axes) or sizes != own:
             raise ValueError(
-                f"the module is sharded over axes {self.shard_axes} of sizes "
-                f"{self.axis_sizes}, but this per-device program runs over sizes "
-                f"{sizes}. Use the mesh that was given to fully_shard."
+                f"the module is sharded over axes {self.data_axes} of sizes {own}, but "
+                f"this per-device program runs over {tuple(manual)} of sizes {sizes}. "
+                "Use the mesh that was given to fully_shard, with all of these axes."
             )
         return True
 
@@ -120,10 +203,16 @@ class MeshInfo:
         ids = [device.id for device in self.mesh.devices.flat]
         types = tuple(t.name for t in self.mesh.axis_types)
         shape, names = self.mesh.devices.shape, self.mesh.axis_names
-        return _rebuild_mesh_info, (ids, shape, names, types, self.shard_axes)
+        roles = self.shard_axes, self.replicate_axes
+        return _rebuild_mesh_info, (ids, shape, names, types, *roles)
 
 
-def _rebuild_mesh_info(ids, shape, names, types, shard_axes) -> MeshInfo:
+def _entry(axes: tuple[str, ...]) -> Any:
+    """An entry of a spec: one axis by its name, several as a tuple."""
+    return axes[0] if len(axes) == 1 else (axes or None)
+
+
+def _rebuild_mesh_info(ids, shape, names, types, shard, replicate) -> MeshInfo:
     """Lay the pickled mesh out on the devices of this process by their ids."""
     by_id = {device.id: device for device in jax.devices()}
     missing = [i for i in ids if i not in by_id]
@@ -135,7 +224,7 @@ def _rebuild_mesh_info(ids, shape, names, types, shard_axes) -> MeshInfo:
         )
     devices = np.array([by_id[i] for i in ids]).reshape(shape)
     axis_types = tuple(AxisType[name] for name in types)
-    return MeshInfo(Mesh(devices, names, axis_types=axis_types), shard_axes)
+    return MeshInfo(Mesh(devices, names, axis_types=axis_types), shard, replicate)
 
 
 def make_mesh(
@@ -227,7 +316,7 @@ def resolve_mesh(mesh: Any, dp_mesh_dims: Any) -> MeshInfo:
         TypeError: an argument of the wrong type.
         ValueError: a mesh with no axis or more than two and no `dp_mesh_dims`, an axis
             that the mesh does not have, or a mesh inside a per-device program.
-        NotImplementedError: replicating axes, or axes without a role.
+        NotImplementedError: axes without a data role that are Explicit.
     """
     if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
         raise TypeError(
@@ -249,20 +338,14 @@ def resolve_mesh(mesh: Any, dp_mesh_dims: Any) -> MeshInfo:
         dp_mesh_dims = dp_mesh_dims or default_dims
     if dp_mesh_dims is not None:
         return _with_dims(mesh, dp_mesh_dims, source)
-    ndim = len(mesh.axis_names)
-    if ndim == 2:
-        raise NotImplementedError(
-            f"fully_shard: {source} has two axes {mesh.axis_names}, the first of which "
-            "would replicate; that is not supported yet. To shard over both, pass "
-            f"dp_mesh_dims=DataParallelMeshDims(shard={mesh.axis_names})."
-        )
-    if ndim != 1:
+    names = tuple(mesh.axis_names)
+    if len(names) not in (1, 2):
         raise ValueError(
-            f"fully_shard: {source} has {ndim} axes {mesh.axis_names}. Say which ones "
-            "shard with dp_mesh_dims=DataParallelMeshDims(shard=...), or pass "
+            f"fully_shard: {source} has {len(names)} axes {names}. Give their roles "
+            "with dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...), or pass "
             "mesh=Mesh(devices, ('fsdp',))."
         )
-    return MeshInfo(mesh, tuple(mesh.axis_names))
+    return MeshInfo(mesh, names[-1:], names[:-1])
 
 
 def _with_dims(mesh: Mesh, dims: DataParallelMeshDims, source: str) -> MeshInfo:
@@ -270,19 +353,15 @@ def _with_dims(mesh: Mesh, dims: DataParallelMeshDims, source: str) -> MeshInfo:
     for axis in (*dims.shard_names, *dims.replicate_names):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"fully_shard: dp_mesh_dims names the axis {axis!r}, but {source} has "
-                f"the axes {mesh.axis_names}."
+                f"fully_shard: dp_mesh_dims names the axis {axis!r}, which is not "
+                f"found in {source}: it has the axes {mesh.axis_names}."
             )
-    if dims.replicate_names:
+    info = MeshInfo(mesh, dims.shard_names, dims.replicate_names)
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+    if explicit := [a for a in info.other_axes if types[a] == AxisType.Explicit]:
         raise NotImplementedError(
-            f"fully_shard: dp_mesh_dims={dims} replicates; that is not supported yet. "
-            "Name every axis of the mesh in shard."
+            f"fully_shard: the axes {explicit} of {source} have no data role and are "
+            "Explicit, so the model would have to be written for them. Make them "
+            "Auto: jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * ndim)."
         )
-    shard_axes = dims.shard_names
-    others = [a for a in mesh.axis_names if a not in shard_axes and mesh.shape[a] > 1]
-    if others:
-        raise NotImplementedError(
-            f"fully_shard: {source} has axes {others} that dp_mesh_dims gives no role; "
-            "that is not supported yet. Name every axis of the mesh in shard."
-        )
-    return MeshInfo(mesh, shard_axes)
+    return info

@@ -18,6 +18,7 @@ from flax import nnx
 from fsdp_jax import _state_dict
 from fsdp_jax._call import call
 from fsdp_jax._knobs import Knobs
+from fsdp_jax._pending import PendingGradients, synchronize_gradients
 from fsdp_jax._state import (
     STATE,
     SUFFIX,
@@ -140,6 +141,10 @@ class FSDPModule(Knobs):
             if handle := take_started(module):
                 handle.cancel()
             reshard_now(module)
+
+    def synchronize_gradients(self, pending: PendingGradients) -> Any:
+        """Reduce gradients of this module; see `fsdp_jax.synchronize_gradients`."""
+        return synchronize_gradients(self, pending)
 
     def state_dict(self) -> dict[str, Any]:
         """Dotted names to arrays, for everything that `nnx.state` reports.

@@ -5,21 +5,30 @@ What must not live here: how an update is computed, which is optax's and NNX's.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 
 from fsdp_jax import _batch, _functional
-from fsdp_jax._param import settle_moment
+from fsdp_jax._host_update import on_host
+from fsdp_jax._move import move
+from fsdp_jax._param import settle_moment, spec_of
+from fsdp_jax._pending import PendingGradients
+from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
 
 
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` whose state rests on the model's mesh from the first step on.
 
     Moments are sharded as their parameters; the step counter and other scalars are
-    replicated on the mesh, so that a jitted step compiles once instead of twice. On a
+    replicated on the mesh, so that a jitted step compiles once instead of twice. Where
+    parameters rest in host memory their moments do too, and the update runs there
+    (what reduces whole arrays, such as a global norm, runs on the devices). On a
     mesh of devices that do not exist (`fsdp_jax.plan`) the state is abstract.
 
     Args:
@@ -39,11 +48,70 @@ class Optimizer(nnx.Optimizer):
         mesh = _batch.mesh_of(
             [model] if _functional.is_node(model) else [], "Optimizer"
         )
-        super().__init__(model, _on_shapes(tx) if mesh.compile_only else tx, wrt=wrt)
-        self.tx = tx
+        kinds = _kinds(model)
+        made = _on_shapes(tx) if mesh.compile_only else _elsewhere(tx) if kinds else tx
+        super().__init__(model, made, wrt=wrt)
+        self.tx = on_host(tx) if PINNED_HOST in kinds else tx
         for _, variable in _functional.walk(self):
             if isinstance(variable, nnx.Variable):
                 settle_moment(variable, mesh)
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Update the model and this optimizer's state, as `nnx.Optimizer` does.
+
+        Args:
+            model: the model.
+            grads: gradients as `value_and_grad` returns them.
+            **kwargs: for the optax transformation.
+
+        Returns:
+            What was added to the parameters.
+
+        Raises:
+            TypeError: gradients that are not reduced yet.
+        """
+        if isinstance(grads, PendingGradients):
+            raise TypeError(
+                "Optimizer.update: the gradients are not reduced yet (gradient sync or "
+                "all-reduce is off). Reduce them first, with value_and_grad(...)(..., "
+                "pending=p) or model.synchronize_gradients(p)."
+            )
+        return super().update(model, grads, **kwargs)
+
+
+def _kinds(model: Any) -> set[str]:
+    """The kinds of host memory in which parameters of a model rest."""
+    specs = [spec_of(v) for _, v in _functional.walk(model)]
+    return {s.memory_kind for s in specs if s is not None and s.memory_kind}
+
+
+def _elsewhere(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation with an `init` on arrays that are not in host memory.
+
+    Where a process has one device only: there JAX (0.10.2 to 0.12) cannot make zeros
+    like an array in host memory. They are made in the memory of the CPU backend,
+    else in device memory.
+    """
+
+    def away(x: Any) -> Any:
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+            return False
+        return x.sharding.memory_kind in (PINNED_HOST, UNPINNED_HOST)
+
+    def init(params: Any) -> Any:
+        leaves = list(filter(away, jax.tree.leaves(params)))
+        if not leaves or len(leaves[0].sharding.addressable_devices) > 1:
+            return tx.init(params)
+        if all(x.is_fully_addressable for x in leaves):
+            with contextlib.suppress(RuntimeError):  # there may be no such backend
+                cpu = jax.local_devices(backend="cpu")[0]
+                with jax.default_device(cpu):
+                    return tx.init(jax.tree.map(np.asarray, params))
+        device = [x.sharding.with_memory_kind("device") for x in leaves]
+        moved = iter(map(move, leaves, device))
+        return tx.init(jax.tree.map(lambda x: next(moved) if away(x) else x, params))
+
+    return optax.GradientTransformation(init, tx.update)
 
 
 def _on_shapes(tx: optax.GradientTransformation) -> optax.GradientTransformation:

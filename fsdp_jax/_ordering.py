@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.ref import AbstractRef
 
+from fsdp_jax._move import is_away
+
 Array = jax.Array
 _WAITS = {
     "forward": ("free", "own", "first", "each", "previous"),
@@ -269,8 +271,9 @@ def is_inexact(x: Any) -> bool:
 
 
 def can_wait(x: Any) -> bool:
-    """Whether a barrier may take a value: a floating array, and no reference to one."""
-    return is_inexact(x) and not isinstance(jax.typeof(x), AbstractRef)
+    """Whether a barrier may take a value: a floating array in device memory."""
+    is_reference = isinstance(jax.typeof(x), AbstractRef)
+    return is_inexact(x) and not is_away(x) and not is_reference
 
 
 def floating(arrays: Sequence[Array]) -> list[Array]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
-from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._local import Local
+from fsdp_jax._mesh import MeshInfo, Others
+from fsdp_jax._move import move
+from fsdp_jax._policies import UNPINNED_HOST
 
 METADATA = "fsdp"
 WRITTEN = "fsdp_written"  # by the user, while full
@@ -35,9 +36,11 @@ class ParamSpec:
         path: dotted name, from the module of the `fully_shard` call.
         dim: dim that is cut, counted from the end and so negative; None for whole.
         size: full size of that dim; 0 for whole.
-        mesh: mesh and sharding axes.
+        mesh: mesh and the roles of its axes.
         reason: why it stays whole; empty if it is cut.
         full: whether the Variable holds the full array at present.
+        others: dims, from the end, and the other axes that they are cut over.
+        memory_kind: where it rests; None for device memory.
     """
 
     path: str
@@ -46,6 +49,8 @@ class ParamSpec:
     mesh: MeshInfo
     reason: str = ""
     full: bool = False
+    others: Others = ()
+    memory_kind: str | None = None
 
     def __repr__(self) -> str:
         place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
@@ -68,13 +73,29 @@ class ParamSpec:
         """This spec, for a Variable that holds the full array or not."""
         return self if self.full == full else dataclasses.replace(self, full=full)
 
+    @property
+    def cut(self) -> bool:
+        """Whether it must be gathered, or brought to the devices, to be used."""
+        away = self.mesh.num_shards > 1 or self.memory_kind is not None
+        return self.dim is not None and away
+
+    @property
+    def blocks(self) -> int:
+        """Into how many pieces other axes cut the dim, each of which is cut again."""
+        axes = [axes for dim, axes in self.others if dim == self.dim]
+        return self.mesh.size(axes[0] if axes and self.cut else ())
+
     def sharding(self, ndim: int) -> NamedSharding:
         """The sharding at rest of a value with `ndim` dims."""
-        return self.mesh.sharding(ndim, self.dim)
+        return self.mesh.sharding(ndim, self.dim, self.others, self.memory_kind)
+
+    def whole(self, ndim: int) -> NamedSharding:
+        """The sharding of the full array, on the devices."""
+        return self.mesh.sharding(ndim, None, self.others)
 
     def present(self, ndim: int) -> NamedSharding:
         """The sharding that the Variable's value has now: whole while it is full."""
-        return self.mesh.sharding(ndim, None if self.full else self.dim)
+        return self.whole(ndim) if self.full else self.sharding(ndim)
 
 
 class ShardReadError(RuntimeError):
@@ -159,9 +180,10 @@ class ManagedVariable(nnx.Variable):
 
     def _refuse_shard(self) -> None:
         value, spec = self.get_raw_value(), self.get_metadata(METADATA, None)
-        if spec is None or not isinstance(value, jax.Array):
+        if spec is None or not isinstance(value, jax.Array | Local):
             return
-        if spec.is_shard(value) and spec.mesh.per_device():
+        away = isinstance(value, Local) or spec.is_shard(value)
+        if away and spec.mesh.per_device():
             raise ShardReadError(self, spec, tuple(value.shape))
 
     def _settle(self) -> None:
@@ -231,42 +253,6 @@ def to_host(value: Any, what: str) -> Any:
     return value
 
 
-@functools.lru_cache(maxsize=256)
-def mover(targets: tuple[NamedSharding, ...]) -> Callable:
-    """A compiled identity that puts arrays under shardings, one dispatch for all."""
-    return jax.jit(lambda *xs: xs, out_shardings=targets)
-
-
-def move(value: Any, target: NamedSharding) -> Any:
-    """Put a value under a sharding, whatever kind of value it is.
-
-    Concrete arrays are copied (also across processes), traced ones constrained,
-    abstract ones relabelled.
-    """
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=target)
-    if isinstance(value, Tracer):
-        return constrain(value, target)
-    if getattr(value, "sharding", None) == target:
-        return value
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return mover((target,))(value)[0]
-    if target.is_fully_addressable:
-        return jax.device_put(value, target)
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = move(jax.random.key_data(value), target)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
-
-
-def constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
-    """Put a traced array under a sharding, on axes of either kind."""
-    if AxisType.Explicit in target.mesh.axis_types:
-        return jax.sharding.reshard(value, target)
-    return jax.lax.with_sharding_constraint(value, target)
-
-
 def install(variable: nnx.Variable, value: Any) -> None:
     """Set a Variable's raw value, without placement and without trace checks."""
     object.__setattr__(variable, "_raw_value", value)
@@ -302,7 +288,7 @@ def replicate(variable: nnx.Variable, mesh: MeshInfo) -> None:
     def place(x: Any) -> Any:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             return x
-        return move(x, mesh.sharding(x.ndim, None))
+        return move(x, mesh.whole_like(x))
 
     install(variable, jax.tree.map(place, variable.get_raw_value()))
 
@@ -317,14 +303,26 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
         value = jax.ShapeDtypeStruct(value.shape, value.dtype)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or mesh.per_device():
         return
-    cut = isinstance(spec, ParamSpec) and spec.dim is not None and spec.fits(value)
-    dim = spec.dim if cut else None
-    install(variable, move(value, mesh.sharding(value.ndim, dim)))
+    like = isinstance(spec, ParamSpec) and bool(value.ndim) and spec.fits(value)
+    target = spec.sharding(value.ndim) if like else mesh.sharding(value.ndim, None)
+    install(variable, move(value, target))
+    if like and spec.memory_kind == UNPINNED_HOST:
+        # Compiled programs return it in device memory: this class puts it back.
+        object.__setattr__(variable, "__class__", managed_class(type(variable)))
 
 
 def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
-    """A Variable like this one, metadata included, that holds another value."""
-    return type(variable).from_metadata(value, dict(variable.get_metadata()))
+    """A Variable like this one, metadata included, that holds another value.
+
+    A concrete one is moved to the memory in which this one rests.
+    """
+    spec = spec_of(variable)
+    if spec is not None and spec.memory_kind and not isinstance(value, Tracer):
+        value = move(value, spec.sharding(value.ndim))
+    metadata = dict(variable.get_metadata())
+    if spec is not None:
+        metadata[METADATA] = spec.marked(False)
+    return type(variable).from_metadata(value, metadata)
 
 
 def mark(variable: nnx.Variable, full: bool) -> None:

@@ -7,7 +7,7 @@ runs between gathers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +18,11 @@ from flax import nnx
 from jax.core import Tracer
 
 from fsdp_jax import _collectives
+from fsdp_jax._comm import GroupComm, cast_floating
+from fsdp_jax._local import shard_in
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import (
-    METADATA,
-    WRITTEN,
-    ParamSpec,
-    check_own_trace,
-    constrain,
-    install,
-    mark,
-    move,
-    mover,
-)
+from fsdp_jax._move import constrain, move, mover, to_rest
+from fsdp_jax._param import METADATA, WRITTEN, ParamSpec, check_own_trace, install, mark
 
 
 @dataclasses.dataclass
@@ -59,24 +52,31 @@ class ParamGroup:
         for variable in self.variables:
             mark(variable, full)
 
-    def values(self) -> list[Any]:
-        """The raw values: shards, or full arrays while unsharded."""
+    def raw_values(self) -> list[Any]:
+        """What the Variables hold."""
         return [v.get_raw_value() for v in self.variables]
 
-    def shards(self, divisor: float = 1.0) -> list[Any]:
+    def values(self) -> list[Any]:
+        """The arrays: shards, or full arrays while unsharded."""
+        return [shard_in(v) for v in self.raw_values()]
+
+    def local(self, field: str) -> list[Any]:
+        """One field of what `Local` says of each parameter, None where it says none."""
+        return [getattr(v, field, None) for v in self.raw_values()]
+
+    def shards(self, comm: GroupComm) -> list[Any]:
         """The values in their resting layout; nothing is changed.
 
         Args:
-            divisor: what the group's gradients are divided by; only a per-device
-                program that differentiates needs it.
+            comm: how the group travels.
         """
-        return [self._rest(v, divisor) for v in self.variables]
+        return [self._rest(v, comm.only([i])) for i, v in enumerate(self.variables)]
 
     def check_shards(self) -> None:
         """Raise unless every value is this device's piece, in a per-device program."""
         for variable, spec in zip(self.variables, self.specs):
             value = variable.get_raw_value()
-            if spec.dim is None or spec.mesh.num_shards == 1:
+            if spec.dim is None or not spec.cut:
                 continue
             if value.ndim < -spec.dim:
                 raise ValueError(
@@ -94,21 +94,27 @@ class ParamGroup:
                     "model to fsdp_jax.shard_map as an argument, not by closure."
                 )
 
-    def gather_global(self, dtype: Any = None) -> list[Any]:
+    def gather_global(
+        self, dtype: Any = None, in_backward: Callable[[], None] = lambda: None
+    ) -> list[Any]:
         """Full arrays, replicated on the mesh, in `dtype` where floating and given.
 
         Traced values come with a custom gradient that returns to the shards.
+
+        Args:
+            dtype: None for the parameters' own.
+            in_backward: called when a gradient is taken.
         """
         values = self.values()
         if self.is_traced():
             return [
-                _gather_traced(v, s, dtype)
+                _gather_traced(v, s, dtype, in_backward)
                 for v, s in zip(values, self.specs, strict=True)
             ]
         if not values:
             return []
-        targets = tuple(self.mesh.sharding(v.ndim, None) for v in values)
-        cast = [_collectives.cast_floating(v, dtype) for v in values]
+        targets = tuple(s.whole(v.ndim) for v, s in zip(values, self.specs))
+        cast = [cast_floating(v, dtype) for v in values]
         return list(mover(targets)(*cast))
 
     def is_traced(self) -> bool:
@@ -140,7 +146,7 @@ class ParamGroup:
         brought to the layout and dtype in which it rests. In a per-device program
         nothing can be written (see `ManagedVariable.set_value`).
         """
-        before, was_full = self.values(), self.full
+        before, was_full = self.raw_values(), self.full
         for variable in self.variables:
             variable._var_metadata.pop(WRITTEN, None)  # what counts is the block
         self.set_values(full, full=True)
@@ -161,31 +167,36 @@ class ParamGroup:
                 install(variable, new)
             self.mark(was_full)
 
-    def _rest(self, variable: nnx.Variable, divisor: float) -> Any:
+    def _rest(self, variable: nnx.Variable, comm: GroupComm) -> Any:
         spec, value = variable.get_metadata(METADATA), variable.get_raw_value()
         if spec.is_shard(value) or value is None:
             return value
         if spec.mesh.per_device():
-            return _collectives.own_shard(value, spec.dim, spec.mesh, divisor)
+            return _collectives.own_shard(value, comm)
         return move(value, spec.sharding(value.ndim))
 
 
-def _gather_traced(value: jax.Array, spec: ParamSpec, dtype: Any) -> jax.Array:
+def _gather_traced(
+    value: jax.Array, spec: ParamSpec, dtype: Any, in_backward: Callable[[], None]
+) -> jax.Array:
     """Constrain a traced shard to be whole; its gradient returns to the shards."""
-    whole = spec.mesh.sharding(value.ndim, None)
-    rest = spec.sharding(value.ndim)
+    whole = spec.whole(value.ndim)
     own_dtype = value.dtype
+
+    on_device = spec.mesh.sharding(value.ndim, spec.dim, spec.others)
 
     def to_full(x):
         # Pinned before the cast moves: else the partitioner gathers, then casts.
-        return constrain(_collectives.cast_floating(constrain(x, rest), dtype), whole)
+        return constrain(cast_floating(constrain(x, on_device), dtype), whole)
 
     if not jnp.issubdtype(own_dtype, jnp.inexact):
         return to_full(value)
 
+    def backward(_, ct):
+        in_backward()
+        grad = constrain(ct, on_device).astype(own_dtype)
+        return (to_rest(grad, spec.memory_kind),)
+
     gather = jax.custom_vjp(to_full)
-    gather.defvjp(
-        lambda x: (to_full(x), None),
-        lambda _, ct: (constrain(ct, rest).astype(own_dtype),),
-    )
+    gather.defvjp(lambda x: (to_full(x), None), backward)
     return gather(value)

@@ -45,9 +45,15 @@ class Plan:
         hbm_bytes: that memory.
         peak_bytes: memory in use at the fullest moment. If `fits` is false on a TPU,
             what the compiler says is needed at least.
-        parameter_bytes: one device's pieces of all parameters.
-        moment_bytes: one device's pieces of the optimizer's state.
+        parameter_bytes: one device's pieces of all parameters in device memory.
+        moment_bytes: one device's pieces of the optimizer's state there.
         other_argument_bytes: the same of all other arguments: batch, random state, ...
+        host_parameter_bytes: one device's share of the parameters in host memory
+            (`CPUOffloadPolicy`).
+        host_moment_bytes: the same of the optimizer's state.
+        host_other_argument_bytes: the same of all other arguments.
+        host_temporary_bytes: what the step needs of the host besides, such as
+            gradients; None if nothing was compiled.
         working_bytes: the rest of the peak: activations, gathered parameters,
             gradients, and results whose arguments were not donated.
         gathered_bytes: most bytes of gathered parameters alive at one time, an estimate
@@ -74,6 +80,10 @@ class Plan:
     parameter_bytes: int
     moment_bytes: int
     other_argument_bytes: int
+    host_parameter_bytes: int
+    host_moment_bytes: int
+    host_other_argument_bytes: int
+    host_temporary_bytes: int | None
     working_bytes: int
     gathered_bytes: int | None
     gradient_bytes: int | None
@@ -110,6 +120,8 @@ class Plan:
         lines += [f"note: {note}" for note in self.notes]
         console.print(Text(self.verdict, style="bold"))
         console.print(self._memory())
+        if self.report.memory.host_argument_bytes:
+            console.print(self._host_memory())
         console.print(Text("\n".join(lines)), end="\n\n")
         self.report.table(file)
 
@@ -132,6 +144,20 @@ class Plan:
         add("  of it gradients to reduce, at most", self.gradient_bytes)
         table.add_section()
         add("peak", self.peak_bytes)
+        return table
+
+    def _host_memory(self) -> Table:
+        table = Table()
+        table.add_column("memory of the host, for one device")
+        table.add_column("size", justify="right")
+        for name, size_bytes in (
+            ("parameters", self.host_parameter_bytes),
+            ("optimizer state", self.host_moment_bytes),
+            ("other arguments", self.host_other_argument_bytes),
+            ("everything else in a step, at most", self.host_temporary_bytes),
+        ):
+            if size_bytes is not None:
+                table.add_row(name, human(size_bytes, 2))
         return table
 
     def to_json(self) -> str:
@@ -225,7 +251,8 @@ def _compiled(
         hbm, peak = target.hbm_bytes, report.memory.peak_bytes or 0
         fits = peak <= hbm
     memory = report.memory
-    if report.schedule and memory.moment_bytes and not memory.alias_bytes:
+    held = memory.moment_bytes + memory.host_moment_bytes
+    if report.schedule and held and not memory.alias_bytes:
         notes.append(
             "nothing is donated, so old and new parameters are alive together: pass "
             "donate_argnums to nnx.jit, such as (0, 1) for (model, optimizer)."
@@ -242,6 +269,10 @@ def _compiled(
         parameter_bytes=memory.parameter_bytes,
         moment_bytes=memory.moment_bytes,
         other_argument_bytes=memory.other_argument_bytes,
+        host_parameter_bytes=memory.host_parameter_bytes,
+        host_moment_bytes=memory.host_moment_bytes,
+        host_other_argument_bytes=memory.host_other_argument_bytes,
+        host_temporary_bytes=memory.host_temporary_bytes,
         working_bytes=max(0, peak - rest),
         gathered_bytes=memory.gathered_peak_bytes,
         gradient_bytes=memory.gradient_peak_bytes,

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+PINNED_HOST, UNPINNED_HOST = "pinned_host", "unpinned_host"
+
 
 def _float_dtype(owner: str, name: str, value: Any) -> Any:
     if value is None:
@@ -82,15 +84,27 @@ class OffloadPolicy:
     Source: specification, "Policies"; PyTorch `OffloadPolicy`.
     """
 
+    @property
+    def memory_kind(self) -> str | None:
+        """JAX's name for where shards rest; None for device memory."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards rest in host memory. `fully_shard` does not act on it yet and says so.
+    """Shards rest in host memory, and so do their gradients and the optimizer state.
+
+    Full parameters are made on the devices, one group at a time, and
+    `fsdp_jax.Optimizer` updates on the host.
 
     Source: specification, "Policies"; PyTorch `CPUOffloadPolicy`.
 
     Attributes:
-        pin_memory: whether the host memory is page-locked.
+        pin_memory: whether the host memory is page-locked: JAX's memory kind
+            `pinned_host`, else `unpinned_host`.
+
+    Raises:
+        TypeError: not a bool.
     """
 
     pin_memory: bool = True
@@ -100,6 +114,11 @@ class CPUOffloadPolicy(OffloadPolicy):
             raise TypeError(
                 f"CPUOffloadPolicy: pin_memory must be a bool, got {self.pin_memory!r}."
             )
+
+    @property
+    def memory_kind(self) -> str | None:
+        """JAX's name for where shards rest."""
+        return PINNED_HOST if self.pin_memory else UNPINNED_HOST
 
 
 def _axis_names(field: str, value: Any) -> tuple[str, ...]:

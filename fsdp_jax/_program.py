@@ -1,8 +1,8 @@
-"""The program that one device runs, and joining what the devices return.
+"""The program that one device runs, and what of it is differentiated.
 
-What lives here: the user's function on local arrays, and what is differentiated. What
-must not: arguments as the user gives them (`_batch`, `_transforms`), which result is
-averaged or concatenated (`_join`), and gathering parameters, which the modules do.
+What must not live here: arguments as the user gives them (`_batch`, `_transforms`), the
+call of the user's function (`_user`), which result is averaged or concatenated
+(`_join`), and gathering parameters, which the modules do.
 """
 
 from __future__ import annotations
@@ -15,27 +15,77 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _collectives, _functional, _ordering
-from fsdp_jax._collectives import Static
+from fsdp_jax import _blocks, _collectives, _loss, _microbatch, _ordering
+from fsdp_jax._comm import Defer, Static
 from fsdp_jax._dependence import depends_on
-from fsdp_jax._join import (
-    Request,
-    Slot,
-    as_spec,
-    differs_between_devices,
-    output_rules,
-    slots_of,
-    state_rule,
-)
+from fsdp_jax._join import as_spec, differs_between_devices
+from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ShardReadError, dotted
-from fsdp_jax._state import group_of, named_sharded_modules, set_state, state_of
+from fsdp_jax._param import ParamSpec
+from fsdp_jax._stages import (
+    PARTIAL,
+    REDUCED,
+    UNREDUCED,
+    Entry,
+    Reduction,
+    Stages,
+    added,
+)
+from fsdp_jax._user import Call, Outcome, call_user
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """One differentiated array.
+
+    Attributes:
+        at: its position among the arrays.
+        entry: its gradient.
+        of_state: whether it is a Variable's value, not an argument.
+        defer: what backward leaves out of the reduction of its group.
+        sum_dtype: dtype of its gradient before it is reduced.
+    """
+
+    at: int
+    entry: Entry
+    of_state: bool
+    defer: Defer
+    sum_dtype: Any
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is a parameter that the devices hold pieces of."""
+        return self.entry.param is not None and self.entry.param.cut
+
+    @property
+    def stage(self) -> int:
+        """The stage in which backward leaves its gradient."""
+        if not self.cut:
+            return UNREDUCED if self.of_state else REDUCED
+        return {"": REDUCED, "all_reduce": PARTIAL, "all": UNREDUCED}[self.defer]
+
+    @property
+    def has_sink(self) -> bool:
+        """Whether something else than the shard receives the gradient.
+
+        An offloaded shard does not: its gradient would have to be in host memory.
+        """
+        away = self.entry.param is not None and self.entry.param.memory_kind is not None
+        return self.cut and (self.stage != REDUCED or away)
+
+    def sink(self, shard: Array, mesh: MeshInfo) -> Array:
+        """What receives the gradient in place of this device's shard."""
+        shape, param = list(shard.shape), self.entry.param
+        if self.stage == UNREDUCED and param is not None and param.dim is not None:
+            shape[param.dim] *= mesh.num_shards
+        reduced = self.stage == REDUCED
+        return jnp.zeros(shape, shard.dtype if reduced else self.sum_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +93,32 @@ class Program:
     """All that is static in one call.
 
     Attributes:
-        request: what the user asked for.
-        mesh: mesh and data axes.
-        taken: `(args, kwargs)` without nodes and arrays.
-        graphdef: structure of the nodes.
-        state: their state without arrays.
-        variables: per array of the state: its path, its kind, its spec at rest.
-        in_specs: one per array: those of the state, then those of the arguments.
-        diff: positions among all arrays that are differentiated.
+        call: the call of the user's function.
+        in_specs: one per array: those of the state, of the arguments, of `pending`.
+        params: how each of them rests, if it is a managed parameter.
+        diff: what is differentiated.
+        reductions: of the gradients, one per group.
+        pending: stage and name of each pending gradient.
+        kept: per reduction, the members that stay gathered from one micro-batch to the
+            next: their positions in the group, and among the arrays.
+        slices: the micro-batches; None for one.
         out_kinds: the specs that results can have.
     """
 
-    request: Request
-    mesh: MeshInfo
-    taken: _functional.Taken
-    graphdef: Any
-    state: _functional.Taken
-    variables: tuple[Slot, ...]
+    call: Call
     in_specs: tuple[PartitionSpec, ...]
-    diff: tuple[int, ...]
+    params: tuple[ParamSpec | None, ...]
+    diff: tuple[Diff, ...]
+    reductions: tuple[Reduction, ...]
+    pending: tuple[tuple[int, str], ...]
+    kept: tuple[tuple[tuple[int, int], ...], ...]
+    slices: _microbatch.Slices | None
     out_kinds: tuple[PartitionSpec, ...]
+
+    @property
+    def mesh(self) -> MeshInfo:
+        """Mesh and the roles of its axes."""
+        return self.call.mesh
 
 
 @dataclasses.dataclass
@@ -70,19 +126,13 @@ class Note:
     """What a trace of the program found out, next to the arrays it returns.
 
     Attributes:
-        graphdef: structure of `(nodes, new nodes)` afterwards.
-        state: their state without arrays.
-        state_sources: per array of it: the input it still is, or None for a result.
-        output: the user's output without nodes and arrays.
-        num_output: how many arrays that has.
+        outcome: of the user's function.
+        stages: stage and name of each gradient.
         order: per result: which kind, and which position in it.
     """
 
-    graphdef: Any
-    state: _functional.Taken
-    state_sources: list[int | None]
-    output: _functional.Taken
-    num_output: int
+    outcome: Outcome
+    stages: list[tuple[int, str]]
     order: list[tuple[int, int]]
 
     def collect(self, results: Sequence[Sequence[Any]]):
@@ -91,15 +141,36 @@ class Note:
 
 
 def _sharded(program: Program, inputs: list[Any]) -> Any:
+    mesh = program.mesh
     mapped = jax.shard_map(
         functools.partial(_device_program, program),
-        mesh=program.mesh.mesh,
+        mesh=mesh.mesh,
         in_specs=(list(program.in_specs),),
         out_specs=(program.out_kinds, PartitionSpec()),
-        axis_names=set(program.mesh.shard_axes),
+        axis_names=set(mesh.data_axes),
         check_vma=False,
     )
-    return mapped(inputs)
+    entered = [
+        _blocks.enter_program(x, p) for x, p in zip(inputs, program.params, strict=True)
+    ]
+    results, static = mapped(entered)
+    return _at_rest(program, static.value, results), static
+
+
+def _at_rest(program: Program, note: Note, results: Any) -> Any:
+    """Give results that are like parameters the order and place of the parameters."""
+    entries = {d.entry.name: d.entry for d in program.diff}
+    state = [
+        program.call.variables[at].param if at is not None else None
+        for at in note.outcome.updates
+    ]
+    done = [list(r) for r in results]
+    for (kind, at), param in zip(note.order, state):
+        done[kind][at] = _blocks.leave_program(done[kind][at], param)
+    last = note.order[len(note.order) - len(note.stages) :]
+    for (kind, at), (stage, name) in zip(last, note.stages, strict=True):
+        done[kind][at] = entries[name].leave(done[kind][at], stage, program.mesh)
+    return tuple(done)
 
 
 _COMPILED: OrderedDict[Any, Any] = OrderedDict()
@@ -131,220 +202,149 @@ def execute(program: Program, inputs: list[Any]) -> Any:
     return jax.tree.unflatten(lowered.out_tree, results)
 
 
-def _device_program(program: Program, inputs: list[jax.Array]) -> Any:
+def _device_program(program: Program, inputs: list[Array]) -> Any:
     """Trace the local program, see what differs between devices, join accordingly."""
-    found: dict[str, Any] = {}
+    found: list[tuple[Outcome, list[tuple[int, str]]]] = []
 
     def local(inputs):
         with _ordering.log():  # inside: it lets go of its arrays before the trace ends
-            return _local_program(program, found, inputs)
+            results, outcome, stages = _local_program(program, inputs)
+        found.append((outcome, stages))
+        return results
 
     closed = jax.make_jaxpr(local)(inputs)
+    outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
     flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]
     marks = [spec != PartitionSpec() for spec in program.in_specs]
-    differs = depends_on(
-        closed, marks, functools.partial(differs_between_devices, program.mesh)
-    )
-    if program.mesh.num_shards == 1:
+    decide = functools.partial(differs_between_devices, program.mesh)
+    differs = depends_on(closed, marks, decide, into_loops=True)
+    if program.mesh.num_devices == 1:
         differs = [False] * len(flat)
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
-    for value, differ, rule in zip(flat, differs, found["rules"], strict=True):
+    entries = {d.entry.name: d.entry for d in program.diff}
+    rules = list(outcome.rules)
+    if program.call.request.argnums is not None:
+        rules.insert(outcome.value_at, as_spec(PartitionSpec()))
+    for stage, name in stages:
+        rules.append(as_spec(entries[name].stage_spec(stage, program.mesh)))
+    for value, differ, rule in zip(flat, differs, rules, strict=True):
         value, spec = rule(value, differ)
         kind = program.out_kinds.index(spec)
         order.append((kind, len(buckets[kind])))
         buckets[kind].append(value)
-    note = Note(order=order, **found["note"])
-    return tuple(buckets), Static(note)
+    return tuple(buckets), Static(Note(outcome, stages, order))
 
 
-def _local_program(program: Program, found: dict, inputs: list[jax.Array]) -> list[Any]:
-    """Run the user's function on one device's arrays.
+def _local_program(
+    program: Program, inputs: list[Array]
+) -> tuple[list[Any], Outcome, list[tuple[int, str]]]:
+    """Run the user's function on one device's arrays, and differentiate it.
 
-    Leaves in `found` a rule per returned array that makes it global, and the note.
+    Returns:
+        All results, the value in its place and the gradients last; what the user's
+        function left; stage and name of each gradient.
     """
-    request, mesh = program.request, program.mesh
-    diff_set = list(program.diff)
+    call, mesh = program.call, program.mesh
+    num_arrays = len(inputs) - len(program.pending)
+    arrays, pending = inputs[:num_arrays], inputs[num_arrays:]
+    arrays = [_usable(x, p) for x, p in zip(arrays, program.params)]
+    outcomes: list[Outcome] = []
+    if call.request.argnums is None:
+        held = [_guarded(x, p) for x, p in zip(arrays, program.params)]
+        _, rest, outcome = call_user(call, held, ())
+        return rest, outcome, []
+    defers: list[Defer] = [r.comm.defer for r in program.reductions[: call.num_modules]]
+    full = _gather_kept_groups(program, arrays)
 
-    def call(diff_arrays):
-        arrays = list(inputs)
-        for i, x in zip(diff_set, diff_arrays):
-            arrays[i] = x
-        return _call_user(program, found, arrays)
+    def one(diff_arrays, arrays, counts=None):
+        def run(diff_arrays):
+            held = [_guarded(x, p) for x, p in zip(arrays, program.params)]
+            for at, x in full.items():
+                held[at] = Local(arrays[at], None, x)
+            for d, x in zip(program.diff, diff_arrays, strict=True):
+                if d.has_sink:
+                    held[d.at] = Local(arrays[d.at], x, full.get(d.at))
+                elif d.at in full:
+                    held[d.at] = Local(x, None, full[d.at])
+                else:
+                    held[d.at] = x
+            loss, rest, outcome = call_user(call, held, defers)
+            outcomes.append(outcome)
+            return loss, rest
 
-    diff_arrays = [inputs[i] for i in diff_set]
-    if request.argnums is None:
-        _, rest = call(diff_arrays)
-        return rest
-    loss, vjp, rest = jax.vjp(call, diff_arrays, has_aux=True)
-    value, cotangent = _reduced_loss(request, mesh, loss)
-    (grads,) = vjp(cotangent)
-    finished = []
-    for i, g in zip(diff_set, grads):
-        slot = program.variables[i] if i < len(program.variables) else None
-        cut = program.in_specs[i] != PartitionSpec()
-        scale = mesh.num_shards if request.reduction == "mean" else 1
-        if not cut:
-            name = dotted(slot.path[1:]) if slot else "gradient"
-            g = _collectives.sum_over_devices(g, mesh, name)
-        if not (cut and slot is not None and slot.managed) and scale != 1:
-            g = g / scale
-        finished.append(g)
-        found["rules"].append(as_spec(program.in_specs[i]))
-    rest.insert(found["value_at"], value)
-    return [*rest, *finished]
+        loss, vjp, rest = jax.vjp(run, diff_arrays, has_aux=True)
+        value: Any = jax.tree.leaves(loss)
+        if counts is None:
+            dtype = value[0].dtype
+            value, counts = _loss.start(call.request, mesh, _loss.widened(loss))
+            value = value.astype(dtype)
+        (grads,) = vjp(_loss.cotangent(loss, counts))
+        return value, grads, rest
 
-
-def _reduced_loss(request: Request, mesh: MeshInfo, loss: Any) -> tuple[Any, Any]:
-    """The global value, and the cotangent of this device's loss."""
-    if request.reduction == "weighted":
-        loss, weight = loss
-        wide = (_widened(loss), _widened(weight))
-        total, weight_sum = _collectives.sum_over_devices(wide, mesh, "loss")
-        value, one = total / weight_sum, 1 / weight_sum.astype(total.dtype)
-        if jnp.issubdtype(weight.dtype, jnp.inexact):
-            weight_cotangent = (-value * one).astype(weight.dtype)
-        else:
-            weight_cotangent = np.zeros((), jax.dtypes.float0)
-        return value.astype(loss.dtype), (one.astype(loss.dtype), weight_cotangent)
-    value = _collectives.sum_over_devices(_widened(loss), mesh, "loss")
-    if request.reduction == "mean" and mesh.num_shards > 1:
-        value = value / mesh.num_shards
-    return value.astype(loss.dtype), jnp.ones_like(loss)
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    """At least 32 bits, so that a sum of losses or of token counts keeps its digits."""
-    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
-    return x.astype(jnp.promote_types(x.dtype, wide))
-
-
-def _call_user(program: Program, found: dict, arrays: list[Any]) -> tuple[Any, list]:
-    """Merge, call, split. Returns the loss and every other array to carry out."""
-    request, mesh = program.request, program.mesh
-    num_state = len(program.variables)
-    held = _fold_keys(program, arrays[:num_state])
-    nodes = _functional.merge_inner(
-        program.graphdef, program.state.put((), held), tracked=True
-    )
-    named = [pair for node in nodes for pair in named_sharded_modules(node)]
-    modules = [m for _, m in named]
-    states = [state_of(m) for m in modules]
-    at_rest = dict(window=False, inside=False, forwards_left=0)
-    divisor = None if request.reduction == "mean" else 1.0
-    groups = [group_of(m) for m in modules]
-    full = [group.full for group in groups]
-    for (path, module), group in zip(named, groups):
-        group.mark(False)
-        set_state(module, divisor=divisor, path=path, **at_rest)
-    args, kwargs = program.taken.put(nodes, arrays[num_state:])
-    try:
-        output = request.f(*args, **kwargs)
-    except ShardReadError as error:
-        for node in nodes:
-            if (path := _functional.find(node, error.variable)) is not None:
-                error.path = dotted(path)
-        raise
-    for module, state, group, was_full in zip(modules, states, groups, full):
-        module.reshard()
-        group.mark(was_full)
-        before_call = {name: getattr(state, name) for name in at_rest}
-        set_state(module, divisor=state.divisor, path=state.path, **before_call)
-    loss = None
-    if request.argnums is not None:
-        loss, output = _split_loss(request, output)
-    taken, out_nodes, out_arrays = _functional.take(output)
-    out_arrays = [jnp.asarray(x) for x in out_arrays]
-    graphdef, state = _functional.split_inner((nodes, out_nodes), tracked=True)
-    taken_state, state_arrays = _functional.take_arrays(state)
-    before: dict[tuple, list[int]] = {}
-    for i, slot in enumerate(program.variables):
-        before.setdefault((0, *slot.path), []).append(i)
-    rest, rules, sources = [], [], []
-    for slot, x in zip(slots_of(state, mesh), state_arrays, strict=True):
-        source = before[slot.path].pop(0) if before.get(slot.path) else None
-        same = source is not None and (
-            x is held[source] or issubclass(slot.kind, nnx.RngKey)
+    diff_arrays = [
+        d.sink(arrays[d.at], mesh) if d.has_sink else arrays[d.at] for d in program.diff
+    ]
+    if program.slices is None:
+        value, grads, rest = one(diff_arrays, arrays)
+    else:
+        value, grads, rest = _microbatch.over_slices(
+            one, call, program.slices, diff_arrays, arrays, lambda: outcomes[-1]
         )
-        sources.append(source if same else None)
-        if not same:
-            rest.append(jnp.asarray(x))
-            rules.append(state_rule(request, mesh, slot, source is None))
-    found["value_at"] = len(rest)
-    out_rules = output_rules(request, mesh, taken, output, out_arrays)
-    if loss is not None:
-        taken = _with_value(request, taken)
-        out_rules.insert(0, as_spec(PartitionSpec()))
-    rest += out_arrays
-    found["rules"] = rules + out_rules
-    found["note"] = {
-        "graphdef": graphdef,
-        "state": taken_state,
-        "state_sources": sources,
-        "output": taken,
-        "num_output": len(out_rules),
-    }
-    return loss, rest
+    outcome = outcomes[-1]
+    stages: Stages = [{}, {}, {}]
+    entries = {d.entry.name: d.entry for d in program.diff}
+    for (stage, name), x in zip(program.pending, pending, strict=True):
+        stages[stage][name] = entries[name].of_device(x, stage)
+    for d, g in zip(program.diff, grads, strict=True):
+        if not d.of_state:
+            g = _argument_gradient(program, d, g)
+        elif d.stage == UNREDUCED:
+            g = g.astype(d.sum_dtype)
+        stages[d.stage] = added(stages[d.stage], {d.entry.name: g})
+    for reduction in program.reductions:
+        reduction.finish(stages)
+    keys = [(stage, name) for stage, grads in enumerate(stages) for name in grads]
+    finished = [
+        stages[stage][name] if stage == REDUCED else stages[stage][name][None]
+        for stage, name in keys
+    ]
+    rest.insert(outcome.value_at, value)
+    return [*rest, *finished], outcome, keys
 
 
-def _fold_keys(program: Program, arrays: list[Any]) -> list[Any]:
-    """Give each random stream a key of its own on each device."""
-    if program.mesh.num_shards == 1:
-        return list(arrays)
-    held = list(arrays)
-    for i, slot in enumerate(program.variables):
-        if issubclass(slot.kind, nnx.RngKey):
-            fold = functools.partial(
-                jax.random.fold_in, data=_collectives.device_index(program.mesh)
+def _usable(x: Array, param: ParamSpec | None) -> Array:
+    """An array to be computed with as it is: on the device, if it is not gathered."""
+    if param is None or param.memory_kind is None or param.cut:
+        return x
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def _guarded(x: Array, param: ParamSpec | None) -> Any:
+    """What a Variable holds: on one device a host shard looks like a full array."""
+    away = param is not None and param.cut and param.memory_kind is not None
+    return Local(x) if away else x
+
+
+def _argument_gradient(program: Program, d: Diff, grad: Array) -> Array:
+    """The gradient of an argument, which no group reduces."""
+    mesh, spec = program.mesh, d.entry.spec
+    named = {a for axes in spec for a in (axes if isinstance(axes, tuple) else (axes,))}
+    missing = [a for a in mesh.data_axes if a not in named]
+    total = _collectives.sum_over_devices(grad, mesh, d.entry.name, missing)
+    averages = program.call.request.reduction == "mean" and mesh.num_devices > 1
+    return total / mesh.num_devices if averages else total
+
+
+def _gather_kept_groups(program: Program, arrays: list[Array]) -> dict[int, Array]:
+    """Gather the groups that stay gathered for all micro-batches."""
+    full: dict[int, Array] = {}
+    for reduction, members in zip(program.reductions, program.kept):
+        if members:
+            comm = reduction.comm.only([i for i, _ in members])
+            gathered = _collectives.gather_group(
+                [arrays[at] for _, at in members], comm
             )
-            for _ in range(held[i].ndim):
-                fold = jax.vmap(fold)
-            held[i] = fold(held[i])
-    return held
-
-
-def _split_loss(request: Request, output: Any) -> tuple[Any, Any]:
-    """The loss and the aux of the user's output, checked."""
-    aux = None
-    if request.has_aux:
-        if not isinstance(output, tuple) or len(output) != 2:
-            raise TypeError(
-                f"{request.who}: with has_aux=True f must return a pair (loss, aux), "
-                f"got {type(output).__name__}."
-            )
-        output, aux = output
-    weighted = request.reduction == "weighted"
-    parts: Any = output if weighted else (output,)
-    if weighted and (not isinstance(parts, tuple) or len(parts) != 2):
-        raise TypeError(
-            f"{request.who}: with reduction='weighted' f must return a pair "
-            f"(loss_sum, weight), got {type(output).__name__}."
-        )
-    loss = _scalar(request, parts[0])
-    if not weighted:
-        return loss, aux
-    return (loss, _scalar(request, parts[1], jnp.number)), aux
-
-
-def _scalar(request: Request, x: Any, kind: Any = jnp.floating) -> jax.Array:
-    """The user's loss or weight, as an array of shape ()."""
-    found = type(x).__name__
-    if _functional.is_array(x) or isinstance(x, (int, float)):
-        x = jnp.asarray(x)
-        if x.shape == () and jnp.issubdtype(x.dtype, kind):
-            return x
-        found = f"shape {x.shape}, {x.dtype}"
-    raise TypeError(
-        f"{request.who}: f must return a floating scalar, got {found}. If it returns a "
-        "pair, pass has_aux=True."
-    )
-
-
-def _with_value(request: Request, taken: _functional.Taken) -> _functional.Taken:
-    """Put the value where `nnx.value_and_grad` returns it: before the aux."""
-    inner = jax.tree.unflatten(taken.treedef, list(range(len(taken.slots))))
-    whole = ("value", inner) if request.has_aux else "value"
-    leaves, treedef = jax.tree.flatten(whole)
-    slots = tuple("array" if x == "value" else taken.slots[x] for x in leaves)
-    return _functional.Taken(treedef, slots)
+            full.update(zip([at for _, at in members], gathered, strict=True))
+    return full

@@ -53,13 +53,22 @@ class Memory:
         parameter_bytes: `nnx.Param` Variables among the arguments, at rest.
         moment_bytes: optimizer state among the arguments.
         other_argument_bytes: the other arguments.
+        host_parameter_bytes: of parameters that rest in host memory, this device's
+            share there; they do not count in `parameter_bytes`.
+        host_moment_bytes: the same of optimizer state.
+        host_other_argument_bytes: the same of the other arguments.
+        host_temporary_bytes: what a step needs of the host besides, by the compiler:
+            gradients, and results whose arguments were not donated.
         argument_bytes: all arguments, by the compiler.
         output_bytes: all results, by the compiler.
-        alias_bytes: results that take the memory of donated arguments.
+        alias_bytes: results that take the memory of donated arguments, on the host
+            too.
         temporary_bytes: everything in between, by the compiler.
         peak_bytes: most memory at one time: the compiler's `peak_memory_in_bytes`, or,
             where it gives none that counts everything (CPU), arguments + results -
-            aliases + temporaries, which is too high.
+            aliases + temporaries, which is too high. The compiler counts host memory
+            too: arguments that rest there are taken off, other values (gradients on
+            the way) are not, so that this is too high where there are some.
         live_peak_bytes: the same, estimated from live ranges in the compiled text.
         gathered_peak_bytes: most bytes of gathered parameters alive at one time, by the
             same estimate: results of gathers and copies of them in another layout.
@@ -69,6 +78,10 @@ class Memory:
     parameter_bytes: int
     moment_bytes: int
     other_argument_bytes: int
+    host_parameter_bytes: int = 0
+    host_moment_bytes: int = 0
+    host_other_argument_bytes: int = 0
+    host_temporary_bytes: int | None = None
     argument_bytes: int | None = None
     output_bytes: int | None = None
     alias_bytes: int | None = None
@@ -77,6 +90,15 @@ class Memory:
     live_peak_bytes: int | None = None
     gathered_peak_bytes: int | None = None
     gradient_peak_bytes: int | None = None
+
+    @property
+    def host_argument_bytes(self) -> int:
+        """This device's share of all arguments in host memory."""
+        return (
+            self.host_parameter_bytes
+            + self.host_moment_bytes
+            + self.host_other_argument_bytes
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,6 +146,12 @@ def _memory(report: Any) -> list[str]:
         f"  at rest    parameters {human(m.parameter_bytes)}, optimizer state "
         f"{human(m.moment_bytes)}, other arguments {human(m.other_argument_bytes)}",
     ]
+    if m.host_argument_bytes:
+        lines.append(
+            f"  on host    parameters {human(m.host_parameter_bytes)}, optimizer state "
+            f"{human(m.host_moment_bytes)}, other arguments "
+            f"{human(m.host_other_argument_bytes)}"
+        )
     if m.peak_bytes is None:
         return [*lines, "  in a step  unknown: not compiled"]
     return [

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fsdp_jax import _functional, _layers, _ordering
+from fsdp_jax import _functional, _gather, _layers, _ordering
 from fsdp_jax._call import Body, cast_carry, noting_hidden_tracers
 from fsdp_jax._param import dotted
 from fsdp_jax._param_group import ParamGroup
@@ -81,6 +81,8 @@ def _looks_ahead(layers: Any) -> bool:
     state, group = state_of(layers), group_of(layers)
     if state.window or not state.mesh.per_device() or group.full or not group.variables:
         return False
+    if any(f is not None for f in group.local("full")):
+        return False
     free = state.reshard_after_forward
     return bool(state.inside if free is None else free) and int(free or 1) == 1
 
@@ -104,7 +106,7 @@ def _check_layers(layers: Any) -> None:
 def _check_dims(group: ParamGroup) -> None:
     """Raise if a parameter is cut along its layers."""
     for variable, spec in zip(group.variables, group.specs):
-        if spec.dim is None or spec.mesh.num_shards == 1:
+        if spec.dim is None or not spec.cut:
             continue
         if variable.get_raw_value().ndim == -spec.dim:
             raise ValueError(
@@ -131,6 +133,7 @@ def _look_ahead(layers: Any, one: Any, carry: Any, args: tuple, kwargs: dict) ->
             "scan_layers: the carry and the arguments must hold arrays, found a "
             f"{type(taken[1][0]).__name__}. Pass its arrays, or use nnx.scan."
         )
+    comm = comm_of(layers, group)
     with nnx.update_context(_functional.TAG), _ordering.log() as log:
         body = Body(layers, group, one, taken)
         num_carry = len(carry_arrays)
@@ -156,12 +159,13 @@ def _look_ahead(layers: Any, one: Any, carry: Any, args: tuple, kwargs: dict) ->
         with noting_hidden_tracers():
             results = _layers.run_layers(
                 checked,
-                group.values(),
+                _gather.refuse_inner(group.values(), comm),
                 [jnp.asarray(x) for x in body.state],
                 arrays[:num_carry],
                 arrays[num_carry:],
-                comm_of(layers, group),
+                comm,
                 log,
+                group.local("sink"),
             )
         return body.finish(results, body.state)
 

@@ -18,15 +18,18 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from fsdp_jax._collectives import (
-    GroupComm,
-    Static,
-    gather_group,
-    scatter_group,
-    small_members,
-)
+from fsdp_jax._collectives import gather_group, on_devices, scatter_group
+from fsdp_jax._comm import GroupComm, Static, small_members
 from fsdp_jax._dependence import Asking, depends_on, evaluate
-from fsdp_jax._gather import gather_kept, hold, run_in_turn
+from fsdp_jax._gather import (
+    gather_kept,
+    grad_dtypes,
+    hold,
+    perturbed,
+    run_in_turn,
+    sort_grads,
+)
+from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, Ordering, after, floating, is_inexact
 
 Array = jax.Array
@@ -172,6 +175,7 @@ def run_regathered(
     comm: GroupComm,
     schedule: Schedule,
     anchors: Anchors,
+    sinks: Sequence[Array | None] = (),
 ) -> list[Array]:
     """Run `body` on gathered parameters that are freed until backward.
 
@@ -187,44 +191,47 @@ def run_regathered(
         comm: how the group travels.
         schedule: what the collectives of backward wait for.
         anchors: arrays that the gather of forward waits for.
+        sinks: as in `gather_kept`.
 
     Returns:
         The outputs of `body`.
     """
-    dtypes = [s.dtype for s in shards]
+    sinks = list(sinks) or [None] * len(shards)
+    dtypes, away = grad_dtypes(shards, sinks), [is_away(s) for s in shards]
     waits = (anchors.early, anchors.late)
     no_grads = tuple([None] * len(arrays) for arrays in waits)
 
-    def plain(shards, others, waits):
-        return body(gather_kept(shards, comm, None, Anchors(*waits)), others)
+    def plain(shards, sinks, others, waits):
+        full = gather_kept(shards, comm, None, Anchors(*waits), sinks=sinks)
+        return body(full, others)
 
-    def forward(shards, others, waits):
-        early, late = ([a.value for a in arrays] for arrays in waits)
-        values = [o.value for o in others]
-        diff_members = [i for i, s in enumerate(shards) if s.perturbed]
+    def forward(shards, sinks, others, waits):
+        diff_members = perturbed(shards, sinks)
         diff_others = [i for i, o in enumerate(others) if o.perturbed]
-        shards = [s.value for s in shards]
+        shards, sinks, values, (early, late) = jax.tree.map(
+            lambda x: x.value, (shards, sinks, others, waits)
+        )
         full = jax.eval_shape(lambda x: gather_group(x, comm), shards)
         saved = trace_forward(body, full, values, diff_members, diff_others, comm)
         first = set(saved.large(saved.asking)[:1])
-        held, _ = hold(shards, Anchors(early, late), first)
+        held, _ = hold(on_devices(shards, comm), Anchors(early, late), first)
         if anchors.each:
             given = saved.asking, saved.small, held, values, comm
-            results = run_in_turn(*given, makes_room=anchors.follows)
+            results = run_in_turn(*given, makes_room=anchors.follows, sinks=sinks)
             outputs, kept = saved.sort(results)
         else:
-            outputs, kept = saved.run(gather_kept(held, comm), values)
-        return outputs, (shards, kept, Static(saved))
+            outputs, kept = saved.run(gather_kept(held, comm, sinks=sinks), values)
+        return outputs, (shards, sinks, kept, Static(saved))
 
     def backward(residuals, cotangents):
-        shards, arrays, static = residuals
+        shards, sinks, arrays, static = residuals
         saved: Saved = static.value
         grads: list[Array | None] = [None] * len(shards)
         other_grads: list[Array | None] = [None] * len(others)
         cotangents = [cotangents[i] for i in saved.diff_outputs]
         real = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         if not real:
-            return grads, other_grads, no_grads
+            return grads, grads, other_grads, no_grads
 
         def pull_back(full, arrays, real):
             vjp = rebuild_vjp(saved, full, arrays, [None] * len(others))
@@ -244,26 +251,27 @@ def run_regathered(
             )
             asking = Asking(traced, range(len(shards)))
             first = set(saved.large(asking)[:1])
-        held, real, each = schedule.begin_backward(shards, real, first)
+        here = on_devices(shards, comm)
+        held, real, each = schedule.begin_backward(here, real, first)
         if each:
             given = asking, saved.small, held, [*arrays, *real], comm
-            results = run_in_turn(*given, "regather")
+            results = run_in_turn(*given, "regather", sinks=sinks)
             member_cts, other_cts = jax.tree.unflatten(jax.tree.structure(out), results)
         else:
-            full = gather_kept(held, comm, kind="regather")
+            full = gather_kept(held, comm, kind="regather", sinks=sinks)
             member_cts, other_cts = pull_back(full, arrays, real)
         for i, ct in zip(saved.diff_members, member_cts, strict=True):
             grads[i] = ct
         for i, ct in zip(saved.diff_others, other_cts, strict=True):
             other_grads[i] = ct
-        grads, other_grads = schedule.end_backward(
-            scatter_group(grads, dtypes, comm), other_grads
-        )
-        return grads, other_grads, no_grads
+        grads = scatter_group(grads, dtypes, comm)
+        if comm.defer != "all":  # else there is nothing to wait for
+            grads, other_grads = schedule.end_backward(grads, other_grads)
+        return *sort_grads(grads, sinks, away), other_grads, no_grads
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), list(others), waits)
+    return run(list(shards), sinks, list(others), waits)
 
 
 def trace_forward(

@@ -7,15 +7,19 @@ group. What must not: changing a module's class, and what happens when it is cal
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 
-from fsdp_jax import _collectives, _functional
+from fsdp_jax import _functional
+from fsdp_jax._comm import Defer, GroupComm
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._ordering import Ordering, ordering_for
 from fsdp_jax._param import (
     ManagedVariable,
+    ParamSpec,
     dotted,
     is_abstract,
     replicate,
@@ -42,7 +46,14 @@ class FSDPState:
         forwards_left: forwards until an integer `reshard_after_forward` frees.
         window: whether a call of the module is running, with gathered parameters.
         inside: whether a call of an enclosing sharded module is running.
-        divisor: what summed gradients are divided by; None: the number of devices.
+        requires_gradient_sync: whether backward reduces gradients at all.
+        requires_all_reduce: whether it reduces them over replicas.
+        gradient_divide_factor: what summed gradients are divided by; None: the number
+            of data devices where the loss is a mean.
+        reshard_after_backward: whether parameters are freed between micro-batches.
+        averages: whether the loss of the running program is a mean over devices.
+        defer: the reductions that the running program leaves out; None: it is none of
+            this library's.
         path: of the module in the model that is running; "" for the model itself.
         ordering: what the group's collectives wait for; None: as is best measured.
         key: how other modules name this one in prefetch lists; None if none does.
@@ -59,7 +70,12 @@ class FSDPState:
     forwards_left: int = 0
     window: bool = False
     inside: bool = False
-    divisor: float | None = None
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    gradient_divide_factor: float | None = None
+    reshard_after_backward: bool = True
+    averages: bool = True
+    defer: Defer | None = None
     path: str = ""
     ordering: Ordering | None = None
     key: str | None = None
@@ -129,23 +145,80 @@ def named_sharded_modules(root: Any) -> list[tuple[str, Any]]:
     return [(dotted(path), m) for path, m in _functional.walk(root) if is_sharded(m)]
 
 
-def divisor_of(state: FSDPState) -> float:
-    """What the summed gradients of a group are divided by."""
-    return float(state.mesh.num_shards) if state.divisor is None else state.divisor
+def deferred(state: FSDPState) -> Defer:
+    """The reductions that a group's gradients are to be left without."""
+    if not state.requires_gradient_sync:
+        return "all"
+    here = state.requires_all_reduce or not state.mesh.replicate_axes
+    return "" if here else "all_reduce"
 
 
-def comm_of(module: Any, group: ParamGroup) -> _collectives.GroupComm:
-    """How the group of a module travels in a per-device program."""
-    state = state_of(module)
-    return _collectives.GroupComm(
-        mesh=state.mesh,
-        dims=tuple(spec.dim for spec in group.specs),
+def warn_of_knobs_without_effect(state: FSDPState) -> None:
+    """Warn that gradients are being taken where some knobs mean nothing."""
+    default = {field.name: field.default for field in dataclasses.fields(FSDPState)}
+    setters = {
+        "requires_gradient_sync": "set_requires_gradient_sync",
+        "requires_all_reduce": "set_requires_all_reduce",
+        "gradient_divide_factor": "set_gradient_divide_factor",
+        "ordering": "set_ordering",
+        "forward_prefetch": "set_modules_to_forward_prefetch",
+        "backward_prefetch": "set_modules_to_backward_prefetch",
+    }
+    idle = [s for name, s in setters.items() if getattr(state, name) != default[name]]
+    if state.mp_policy.reduce_dtype is not None:
+        idle.append("MixedPrecisionPolicy(reduce_dtype=)")
+    if idle:
+        warnings.warn(
+            f"gradients of a sharded module are taken on global arrays (plain nnx.grad "
+            f"or jax.grad), where XLA reduces them and {', '.join(idle)} has no "
+            "effect. Use fsdp_jax.value_and_grad.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def comm_for(
+    state: FSDPState,
+    specs: Sequence[ParamSpec],
+    averages: bool,
+    defer: Defer,
+    name: str,
+) -> GroupComm:
+    """How parameters travel as the group of a module in this state."""
+    mesh, factor = state.mesh, state.gradient_divide_factor
+    means = (float(mesh.num_shards), float(mesh.num_replicas))
+    divisors = means if averages else (1.0, 1.0)
+    return GroupComm(
+        mesh=mesh,
+        dims=tuple(spec.dim if spec.cut else None for spec in specs),
+        others=tuple(spec.others for spec in specs),
         param_dtype=state.mp_policy.param_dtype,
         reduce_dtype=state.mp_policy.reduce_dtype,
-        divisor=divisor_of(state),
+        divisors=divisors if factor is None else (factor, 1.0),
         threshold_bytes=state.threshold_bytes,
-        name=state.path,
+        name=name,
+        defer=defer,
+        offloaded=any(spec.memory_kind is not None for spec in specs),
     )
+
+
+def comm_of(module: Any, group: ParamGroup) -> GroupComm:
+    """How the group of a module travels in the per-device program that is running."""
+    state, specs = state_of(module), group.specs
+    defer = state.defer
+    if defer is None:
+        blocked = next((spec for spec in specs if spec.blocks > 1), None)
+        if blocked is not None and state.mesh.per_device():
+            raise RuntimeError(
+                f"parameter {blocked.path!r} is cut on one dim over "
+                f"{state.mesh.shard_axes} and other axes, and only fsdp_jax.shard_map, "
+                "value_and_grad and grad bring its rows into the right order. Use them "
+                "instead of jax.shard_map."
+            )
+        defer = "refuse" if deferred(state) else ""
+    elif defer != "refuse" and all(sink is None for sink in group.local("sink")):
+        defer = ""
+    return comm_for(state, specs, state.averages, defer, state.path)
 
 
 def ordering_of(state: FSDPState) -> Ordering:

@@ -14,13 +14,8 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax import _functional
-from fsdp_jax._param import (
-    check_own_trace,
-    dotted,
-    install,
-    move,
-    spec_of,
-)
+from fsdp_jax._move import move
+from fsdp_jax._param import check_own_trace, dotted, install, spec_of
 from fsdp_jax._state import state_of
 
 

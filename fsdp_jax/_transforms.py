@@ -12,16 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fsdp_jax import _batch, _functional
 from fsdp_jax._join import REDUCTIONS, Request, slots_of
-from fsdp_jax._param import dotted, move, with_value
-from fsdp_jax._program import Note, Program, execute
+from fsdp_jax._move import place
+from fsdp_jax._pending import PendingGradients
+from fsdp_jax._prepare import plan_program
+from fsdp_jax._program import Note, execute
+from fsdp_jax._stages import REDUCED, Stages
 from fsdp_jax._state import check_concrete, sharded_modules
+from fsdp_jax._user import Call
+from fsdp_jax._wrt import select
 
 
 def value_and_grad(
@@ -59,20 +62,27 @@ def value_and_grad(
             never reduced.
         reduction: `"mean"` of the devices' losses, their `"sum"`, or `"weighted"`:
             `sum(loss_sum) / sum(weight)` over the global batch.
-        num_microbatches: only 1 is supported yet.
+        num_microbatches: into how many slices each device's rows are cut, one after the
+            other. The result is that of the whole batch. While a group's gradient sync
+            is on, each slice reduce-scatters and the shards add up; off, there is one
+            reduction at the end. `set_reshard_after_backward(False)` keeps parameters
+            gathered from slice to slice.
         in_specs: one PartitionSpec (or prefix of specs) per argument besides the model;
             None keeps the default for that argument.
 
     Returns:
         A function with the arguments of `f`, returning what `nnx.value_and_grad` would:
         `(value, grads)`, or `((value, aux), grads)`. `grads` has the parameters' shapes
-        and shardings, in the parameters' dtypes.
+        and shardings, in the parameters' dtypes. While gradient sync or all-reduce is
+        off for a group, and there is one micro-batch, `grads` is a `PendingGradients`.
+        The function takes one more keyword, `pending`: a `PendingGradients` to add to
+        the new gradients before they are reduced.
 
     Raises:
         TypeError: an argument of the wrong type, here or in the call.
-        ValueError: an unknown reduction, no sharded model, or a batch that does not
-            divide; the text names the argument.
-        NotImplementedError: `num_microbatches` above 1.
+        ValueError: an unknown reduction, no sharded model, a batch that does not
+            divide; the text names the argument. Pending gradients of other names or
+            shapes, or of another reduction.
         RuntimeError: called inside a per-device program.
 
     Source: specification, "After backward, ..."; README, "The contract".
@@ -89,8 +99,8 @@ def value_and_grad(
     )
 
     @functools.wraps(f)
-    def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
-        return _run(request, args, kwargs)
+    def value_and_grad_f(*args: Any, pending: Any = None, **kwargs: Any) -> Any:
+        return _run(request, args, kwargs, pending)
 
     return value_and_grad_f
 
@@ -115,8 +125,8 @@ def grad(
     )
 
     @functools.wraps(f)
-    def grad_f(*args: Any, **kwargs: Any) -> Any:
-        value, grads = _run(request, args, kwargs)
+    def grad_f(*args: Any, pending: Any = None, **kwargs: Any) -> Any:
+        value, grads = _run(request, args, kwargs, pending)
         return (grads, value[1]) if has_aux else grads
 
     return grad_f
@@ -182,10 +192,10 @@ def _request(
         raise ValueError(
             f"{who}: num_microbatches must be >= 1, got {num_microbatches}."
         )
-    if num_microbatches != 1:
-        raise NotImplementedError(
-            f"{who}: num_microbatches={num_microbatches} is not supported yet. Leave "
-            "it at 1 and add up the gradients of several calls."
+    if "pending" in _batch.parameter_names(f):
+        raise ValueError(
+            f"{who}: f has a parameter named 'pending', which the function made "
+            "here takes itself, for gradients to add. Rename it."
         )
     single = isinstance(argnums, (int, nnx.DiffState))
     listed = (argnums,) if single else tuple(argnums)
@@ -208,11 +218,12 @@ def _request(
         has_aux,
         tuple(filters),
         reduction,
+        num_microbatches,
         _batch.FrozenSpecs.of(in_specs),
     )
 
 
-def _run(request: Request, args: tuple, kwargs: dict) -> Any:
+def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> Any:
     who = request.who
     taken, nodes, arrays = _functional.take((args, kwargs))
     mesh = _batch.mesh_of(nodes, who)
@@ -227,153 +238,50 @@ def _run(request: Request, args: tuple, kwargs: dict) -> Any:
         _batch.check_spec("out_specs", spec, mesh, who)
     names = _batch.argument_names(request.f, args)
     arg_specs = _batch.resolve_specs(
-        args, kwargs, names, request.in_specs.tree(), mesh, who
+        args,
+        kwargs,
+        names,
+        request.in_specs.tree(),
+        mesh,
+        who,
+        request.num_microbatches,
     )
-    for module in (m for node in nodes for m in sharded_modules(node)):
+    modules = [m for node in nodes for m in sharded_modules(node)]
+    for module in modules:
         check_concrete(module, who)
     with nnx.update_context(_functional.TAG):
         graphdef, state = _functional.split_outer(nodes)
         taken_state, state_arrays = _functional.take_arrays(state)
         slots = slots_of(state, mesh)
-        in_specs = (*(s.spec for s in slots), *arg_specs)
-        diff, grad_layout = _differentiated(request, args, nodes, slots, names)
-        kinds = {PartitionSpec(), _batch.data_spec(mesh), *in_specs}
-        kinds.update(s for s in request.out_specs.leaves if s is not None)
-        program = Program(
-            request,
-            mesh,
-            taken,
-            graphdef,
-            taken_state,
-            slots,
-            in_specs,
-            diff,
-            tuple(sorted(kinds, key=str)),
-        )
+        call = Call(request, mesh, taken, graphdef, taken_state, slots, len(modules))
+        chosen = None
+        if request.argnums is not None:
+            chosen = select(request, args, nodes, slots, arg_specs, names)
+        program, old = plan_program(call, nodes, arg_specs, chosen, pending)
+        rest = [slot.rest for slot in slots]
+        rest += [NamedSharding(mesh.mesh, spec) for spec in arg_specs]
         inputs = [
-            _placed(x, NamedSharding(mesh.mesh, spec))
-            for x, spec in zip([*state_arrays, *arrays], in_specs, strict=True)
+            place(x, target)
+            for x, target in zip([*state_arrays, *arrays], rest, strict=True)
         ]
-        results, static = execute(program, inputs)
+        results, static = execute(program, [*inputs, *old])
         note: Note = static.value
-        flat = note.collect(results)
+        outcome, flat = note.outcome, note.collect(results)
         state_out = [
             state_arrays[source] if source is not None else next(flat)
-            for source in note.state_sources
+            for source in outcome.state_sources
         ]
         _, out_nodes = _functional.merge_outer(
-            note.graphdef, note.state.put((), state_out)
+            outcome.graphdef, outcome.state.put((), state_out)
         )
-        outputs = note.output.put(
-            out_nodes, [next(flat) for _ in range(note.num_output)]
+        outputs = outcome.output.put(
+            out_nodes, [next(flat) for _ in range(outcome.num_output)]
         )
-        grads = [next(flat) for _ in diff]
-    if request.argnums is None:
+        stages: Stages = [{}, {}, {}]
+        for stage, name in note.stages:
+            stages[stage][name] = next(flat)
+    if chosen is None:
         return outputs
-    assert grad_layout is not None
-    return outputs, grad_layout(grads)
-
-
-def _placed(x: Any, target: NamedSharding) -> Any:
-    """Bring an argument to the mesh; of traced ones only those on Explicit axes."""
-    if isinstance(x, Tracer) and AxisType.Explicit not in target.mesh.axis_types:
-        return x
-    return move(x, target)
-
-
-def _differentiated(request, args, nodes, slots, names):
-    """Which arrays are differentiated, and how their gradients are laid out."""
-    if request.argnums is None:
-        return (), None
-    positions = {slot.path: i for i, slot in reversed(list(enumerate(slots)))}
-    slot_of: dict[int, int] = {}
-    for root, node in enumerate(nodes):
-        for path, variable in _functional.walk(node):
-            if (root, *path) in positions:
-                slot_of.setdefault(id(variable), positions[(root, *path)])
-    num_args = len(args)
-    all_trees = [_functional.take(a) for a in args]
-    offsets = [len(slots)]
-    for _, _, arrays in all_trees:
-        offsets.append(offsets[-1] + len(arrays))
-    diff: list[int] = []
-    layouts = []
-    for number, wrt in zip(request.argnums, request.wrt):
-        if not -num_args <= number < num_args:
-            raise ValueError(
-                f"{request.who}: argnums names argument {number}, but the call has "
-                f"{num_args} positional arguments."
-            )
-        number %= num_args
-        tree, arg_nodes, arrays = all_trees[number]
-        predicate = nnx.filterlib.to_predicate(wrt)
-        for slot in tree.slots:
-            if isinstance(slot, tuple):
-                raise TypeError(
-                    f"{request.who}: {names[number]} holds {slot[0]!r}, which is "
-                    "static and so cannot be differentiated. Pass it as an array "
-                    "(jnp.asarray), or leave it out of argnums."
-                )
-        node_entries = []
-        for node in arg_nodes:
-            entries = []
-            for path, variable in _functional.walk(node):
-                if not isinstance(variable, nnx.Variable):
-                    continue
-                if not predicate(path, variable):
-                    continue
-                i = slot_of.get(id(variable))
-                if i is None:
-                    if variable.get_raw_value() is None:
-                        continue  # an absent bias, say
-                    raise TypeError(
-                        f"{request.who}: {dotted(path)!r} holds a "
-                        f"{type(variable.get_raw_value()).__name__}, not an array, so "
-                        "it cannot be differentiated. Make it a jnp array, or narrow "
-                        "wrt."
-                    )
-                _check_float(request, dotted(path), variable.dtype)
-                if i in diff:
-                    raise ValueError(
-                        f"{request.who}: {dotted(path)!r} of {names[number]} is "
-                        "already differentiated as part of another argument in "
-                        "argnums. Name one of the two."
-                    )
-                entries.append((path, variable, len(diff)))
-                diff.append(i)
-            node_entries.append(entries)
-        if arg_nodes and not any(node_entries) and not arrays:
-            raise ValueError(
-                f"{request.who}: wrt={wrt!r} selects no Variable of {names[number]}, "
-                "so there is nothing to differentiate. Give a Variable type such as "
-                "nnx.Param, or a filter such as nnx.PathContains('head'); a str is an "
-                "nnx tag."
-            )
-        array_entries = []
-        for k, x in enumerate(arrays):
-            _check_float(request, names[number], x.dtype)
-            array_entries.append(len(diff))
-            diff.append(offsets[number] + k)
-        layouts.append((tree, node_entries, array_entries))
-
-    def layout(grads: list[Any]) -> Any:
-        results = []
-        for tree, node_entries, array_entries in layouts:
-            states = [_grad_state(entries, grads) for entries in node_entries]
-            results.append(tree.put(states, [grads[i] for i in array_entries]))
-        return results[0] if request.single else tuple(results)
-
-    return tuple(diff), layout
-
-
-def _check_float(request: Request, name: str, dtype: Any) -> None:
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            f"{request.who}: {name!r} has dtype {dtype}, which cannot be "
-            "differentiated. Narrow wrt (or argnums) to floating values."
-        )
-
-
-def _grad_state(entries, grads) -> Any:
-    made = {path: with_value(v, grads[i]) for path, v, i in entries}
-    return made[()] if () in made else nnx.from_flat_state(made)
+    if any(r.target for r in program.reductions if any(r.names)):
+        return outputs, PendingGradients(*stages, reduction=request.reduction)
+    return outputs, chosen.layout(stages[REDUCED])

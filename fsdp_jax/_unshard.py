@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_jax import _gather
 from fsdp_jax._param_group import ParamGroup
-from fsdp_jax._state import comm_of, divisor_of, group_of, set_state, state_of
+from fsdp_jax._state import comm_of, group_of, set_state, state_of
 
 
 class UnshardHandle:
@@ -81,7 +81,7 @@ def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
     if group.mesh.per_device():
         group.check_shards()
         comm = dataclasses.replace(comm_of(module, group), param_dtype=None)
-        return _gather.gather_kept(group.values(), comm)
+        return _gather.gather_kept(group.values(), comm, sinks=group.local("sink"))
     return group.gather_global()
 
 
@@ -89,7 +89,7 @@ def reshard_now(module: Any) -> None:
     """Bring a module's group to rest; does nothing more if it is."""
     group, state = group_of(module), state_of(module)
     if group.full:
-        shards = group.shards(divisor_of(state))
+        shards = group.shards(comm_of(module, group))
         group.keep_values(shards, full=False, asked="reshard()")
     if state.forwards_left:
         set_state(module, forwards_left=0)

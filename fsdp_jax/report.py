@@ -188,7 +188,12 @@ def _assemble(written: list[Written], arguments: ArgumentBytes, compiled: Any):
     rows = rows_of_written(written)
     schedule = figures = None
     memory = Memory(
-        arguments.parameter_bytes, arguments.moment_bytes, arguments.other_bytes
+        arguments.parameter_bytes,
+        arguments.moment_bytes,
+        arguments.other_bytes,
+        arguments.host_parameter_bytes,
+        arguments.host_moment_bytes,
+        arguments.host_other_bytes,
     )
     if compiled is not False:
         schedule = read_schedule(compiled.as_text())
@@ -232,17 +237,30 @@ def _memory(
         # XLA for CPU (jax 0.10 to 0.12) gives a peak that leaves temporaries out.
         if not peak or device_kind == "cpu":
             peak = held + (temporaries or 0)
+        else:
+            peak -= read("host_argument_size_in_bytes") or 0
+    on_host = _sum(
+        read("host_temp_size_in_bytes"),
+        read("host_output_size_in_bytes"),
+        -(read("host_alias_size_in_bytes") or 0),
+    )
     return dataclasses.replace(
         memory,
         argument_bytes=arguments,
         output_bytes=outputs,
-        alias_bytes=aliases,
+        alias_bytes=_sum(aliases, read("host_alias_size_in_bytes")),
         temporary_bytes=temporaries,
+        host_temporary_bytes=on_host,
         peak_bytes=peak,
         live_peak_bytes=max(schedule.live_bytes, default=0),
         gathered_peak_bytes=max(schedule.gathered_bytes, default=0),
         gradient_peak_bytes=max(schedule.gradient_bytes, default=0),
     )
+
+
+def _sum(*sizes: int | None) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known else None
 
 
 def _schedule_report(schedule: HloSchedule, device_kind: str) -> ScheduleReport:

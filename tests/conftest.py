@@ -17,15 +17,16 @@ from jax.sharding import Mesh
 
 from tests import helpers
 
-COMPILERS = {
+OPTIONAL = {
     "needs_tpu_compiler": ("libtpu", "tpu-plan"),
     "needs_gpu_compiler": ("jax_plugins.xla_cuda12", "gpu-plan"),
+    "needs_torch": ("torch", "bench"),
 }
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests whose compiler is not installed, and say which extra has it."""
-    for marker, (module, extra) in COMPILERS.items():
+    """Skip tests of what is not installed, and say which extra has it."""
+    for marker, (module, extra) in OPTIONAL.items():
         if item.get_closest_marker(marker) and not is_installed(module):
             pytest.skip(f"needs the extra [{extra}]")
 

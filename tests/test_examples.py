@@ -67,3 +67,20 @@ def test_train_gpt_help_explains_every_flag(tmp_path):
         assert re.search(rf"^ +--{name} \S+ +\w.*\(default: \S+\)$", text, re.M), name
     for name in ("bf16", "describe"):
         assert re.search(rf"^ +--{name} +\w", text, re.M), name
+
+
+def test_train_float16_skips_overflows_and_learns(tmp_path):
+    flags = ("--steps", "40", "--width", "32", "--depth", "1", "--devices", "4")
+    flags += ("--batch", "30", "--growth-interval", "20")
+    text = run("train_float16.py", tmp_path, *flags, limit_s=100)
+    steps = re.findall(
+        r"^step +(\d+)  loss (\S+)  scale 2\*\*(\d+)(  skipped: .*)?$", text, re.M
+    )
+    skipped = [int(exponent) for _, _, exponent, why in steps if why]
+    assert skipped[:3] == [24, 23, 22]
+    last = text.splitlines()[-1]
+    found = re.fullmatch(r"loss (\S+) -> (\S+), (\d+) steps skipped", last)
+    assert found, last
+    before, after, number = map(float, found.groups())
+    assert after < before / 2
+    assert number == len(skipped) < 15

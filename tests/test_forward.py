@@ -582,3 +582,26 @@ def test_a_stack_cut_on_its_layer_dim_is_refused_with_the_way_out(mesh8):
     fully_shard(stack, mesh=mesh8)
     with pytest.raises(ValueError, match="layer dim.*shard_placement_fn"):
         fsdp_jax.shard_map(lambda m, x: m(x))(stack, jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda m: m.set_requires_gradient_sync(False),
+        lambda m: m.set_gradient_divide_factor(2.0),
+        lambda m: m.set_ordering(fsdp_jax.Ordering("own", "own", "own")),
+        lambda m: m.set_modules_to_forward_prefetch([m]),
+    ],
+)
+def test_a_knob_without_effect_on_global_arrays_warns_where_gradients_are_taken(
+    mesh8, turn
+):
+    model: Any = fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=mesh8)
+    turn(model)
+    x = jnp.ones((8, 8))
+    model(x)  # no gradient: says nothing
+    nnx.jit(lambda m, x: m(x))(model, x)
+    with pytest.warns(UserWarning, match=r"global arrays.* has no effect.*value_and_"):
+        nnx.grad(lambda m, x: m(x).sum())(model, x)
+    model.set_requires_gradient_sync(True)
+    fsdp_jax.value_and_grad(lambda m, x: m(x).sum())(model, x)

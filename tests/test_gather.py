@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax
 from fsdp_jax import MixedPrecisionPolicy, Ordering, Shard, fully_shard
-from fsdp_jax._collectives import GroupComm, small_members
+from fsdp_jax._comm import GroupComm, small_members
 from fsdp_jax._mesh import MeshInfo
 from tests import helpers
 from tests.program_order import Collective, Order, matmul_named, order_of
@@ -137,7 +137,7 @@ def test_a_step_is_that_of_the_unsharded_model(free_steps):
 
 def test_one_small_parameter_is_not_a_large_one():
     mesh = MeshInfo(helpers.mesh_of(2), ("fsdp",))
-    comm = GroupComm(mesh, (-1, -2, None), None, None, 1, LINE, "")
+    comm = GroupComm(mesh, (-1, -2, None), ((),) * 3, None, None, (1.0, 1.0), LINE, "")
     shapes = [(8,), (8, 8), (100, 100)]
     full = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert small_members(full, comm) == {0, 2}

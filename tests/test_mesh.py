@@ -126,7 +126,6 @@ def three_axes() -> Mesh:
 @pytest.mark.parametrize(
     ("mesh", "error", "text"),
     [
-        (two_axes, NotImplementedError, r"mesh has two axes.*replicate.*shard"),
         (three_axes, ValueError, r"mesh has 3 axes.*'a', 'b', 'c'"),
         (lambda: Mesh(np.array(jax.devices()[0]), ()), ValueError, "mesh has 0 axes"),
         (lambda: two_axes().abstract_mesh, TypeError, "mesh must be .*AbstractMesh"),
@@ -145,36 +144,53 @@ def test_a_mesh_that_cannot_be_used_is_refused(mesh, error, text):
 
 def test_an_ambient_mesh_that_cannot_be_used_is_refused_as_such():
     module = linear()
-    with jax.set_mesh(two_axes()):
-        with pytest.raises(NotImplementedError, match=r"set by jax\.set_mesh"):
-            fully_shard(module)
     with jax.set_mesh(three_axes()):
         with pytest.raises(ValueError, match=r"set by jax\.set_mesh"):
             fully_shard(module)
     assert type(module) is nnx.Linear
 
 
+@pytest.mark.parametrize("ambient", [False, True], ids=["argument", "ambient"])
+def test_of_two_axes_the_first_replicates_and_the_second_cuts(ambient):
+    mesh, module = two_axes(), linear()
+    with jax.set_mesh(mesh) if ambient else nullcontext():
+        fully_shard(module, mesh=None if ambient else mesh)
+    assert mesh_under(module) == mesh
+    assert module.kernel[...].sharding.spec == P("shard")
+    assert local_shape(module.kernel) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("dims", "spec", "rows"),
+    [
+        (DataParallelMeshDims("shard", "replicate"), P("shard"), 4),
+        (DataParallelMeshDims("replicate", "shard"), P("replicate"), 8),
+        (DataParallelMeshDims(("shard", "replicate")), P(("shard", "replicate")), 2),
+        (DataParallelMeshDims(replicate=("shard", "replicate")), P(), 16),
+    ],
+)
+def test_the_dims_say_which_axes_cut_and_which_replicate(dims, spec, rows):
+    module = fully_shard(linear(), mesh=two_axes(), dp_mesh_dims=dims)
+    assert module.kernel[...].sharding == NamedSharding(two_axes(), spec)
+    assert local_shape(module.kernel) == (rows, 8)
+
+
 @pytest.mark.parametrize(
     ("dims", "error", "text"),
     [
         ("shard", TypeError, "dp_mesh_dims must be.*got str"),
-        (DataParallelMeshDims("fsdp"), ValueError, r"'fsdp', but mesh has.*replicate"),
+        (
+            DataParallelMeshDims("fsdp"),
+            ValueError,
+            r"'fsdp', which is not found in mesh: it has the axes.*replicate",
+        ),
         (DataParallelMeshDims(("shard", "z")), ValueError, "names the axis 'z'"),
         (DataParallelMeshDims("shard", "z"), ValueError, "names the axis 'z'"),
-        (
-            DataParallelMeshDims("shard", "replicate"),
-            NotImplementedError,
-            "replicates; that is not supported yet",
-        ),
-        (
-            DataParallelMeshDims(replicate="replicate"),
-            NotImplementedError,
-            "replicates; that is not supported yet",
-        ),
+        (DataParallelMeshDims(replicate="z"), ValueError, "names the axis 'z'"),
         (
             DataParallelMeshDims("shard"),
-            NotImplementedError,
-            r"axes \['replicate'\] that dp_mesh_dims gives no role",
+            ValueError,
+            r"'bias' is not distributed.*\('replicate',\) have no data role",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -362,3 +363,333 @@ def test_plain_nnx_gradients_obey_the_policy_in_the_global_view(mesh8):
     ):
         assert grad.dtype == param.dtype == F32
         assert grad.sharding == param.sharding
+
+
+# --- in every view ----------------------------------------------------------------
+
+VIEWS = ["eager", "jit", "value_and_grad", "shard_map"]
+
+
+def run(view: str, model: Any, *args: Any, method: str = "__call__") -> Any:
+    """Call a method of a model once, in the given view; None where there is a loss."""
+
+    def f(model, *args):
+        return getattr(type(model), method)(model, *args)
+
+    if view == "value_and_grad":
+        fsdp_jax.value_and_grad(lambda *a: f(*a).astype(F32).mean())(model, *args)
+        return None
+    wrap = {"eager": lambda f: f, "jit": nnx.jit, "shard_map": fsdp_jax.shard_map}
+    return wrap[view](f)(model, *args)
+
+
+def is_frozen(path: Any, value: Any) -> bool:
+    return any(name in path for name in ("frozen", "integer"))
+
+
+class Mixed(nnx.Module):
+    """Parameters of several kinds; notes what dtypes a call finds."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(8))
+        self.half = nnx.Param(jnp.ones(8, BF16))
+        self.frozen = nnx.Param(jnp.ones(8, F16))
+        self.integer = nnx.Param(jnp.ones(8, jnp.int32))
+        self.ignored = nnx.Param(jnp.ones(8))
+        self.statistic = nnx.BatchStat(jnp.ones(8))
+        self.custom = nnx.Variable(jnp.ones(8, F16))
+        self.seen = nnx.static([])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        names = [n for n in vars(self) if isinstance(getattr(self, n), nnx.Variable)]
+        self.seen.append({n: dtype_of(getattr(self, n)[...]) for n in names})
+        self.statistic[...] = self.statistic[...] * 2
+        return x * self.weight[...] * self.half[...] * self.frozen[...]
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("view", VIEWS)
+def test_floating_parameters_are_cast_and_nothing_else(view, free, mesh8):
+    model = Mixed()
+    before = {n: dtype_of(v.get_raw_value()) for n, v in variables_of(model)}
+    sharded: Any = fully_shard(
+        model,
+        mesh=mesh8,
+        mp_policy=MixedPrecisionPolicy(param_dtype=BF16),
+        ignored_params=[model.ignored],
+        reshard_after_forward=free,
+    )
+    x = jnp.ones((8, 8))
+    if view == "value_and_grad":
+        wrt = nnx.All(nnx.Param, nnx.Not(is_frozen))
+        _, grads = fsdp_jax.value_and_grad(
+            lambda m, x: m(x).astype(F32).mean(), wrt=wrt
+        )(model, x)
+        assert {k: dtype_of(v) for k, v in nnx.to_pure_dict(grads).items()} == {
+            "half": "bfloat16",
+            "ignored": "float32",
+            "weight": "float32",
+        }
+    else:
+        run(view, model, x)
+    assert model.seen and all(
+        seen
+        == {
+            "weight": "bfloat16",
+            "half": "bfloat16",
+            "frozen": "bfloat16",
+            "integer": "int32",
+            "ignored": "float32",
+            "statistic": "float32",
+            "custom": "float16",
+        }
+        for seen in model.seen
+    )
+    sharded.reshard()
+    assert {n: dtype_of(v.get_raw_value()) for n, v in variables_of(model)} == before
+    assert not model.frozen.get_raw_value().sharding.is_fully_replicated
+    np.testing.assert_array_equal(model.statistic[...], np.full(8, 2.0))
+
+
+def variables_of(model: Any) -> list[tuple[str, Any]]:
+    return [(n, v) for n, v in vars(model).items() if isinstance(v, nnx.Variable)]
+
+
+class WithMethod(nnx.Module):
+    """A second way in."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(8))
+        self.seen = nnx.static([])
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        y = x * self.weight[...]
+        self.seen.append((dtype_of(x), dtype_of(y)))
+        return y
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first = self.encode(x)  # a call inside a call casts its output too
+        second = self.encode(first)
+        assert first.dtype == second.dtype == F16
+        return second
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("method", ["encode", "__call__"])
+def test_registered_methods_cast_as_a_call_does(method, view, free, mesh8):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F16)
+    model = fully_shard(
+        WithMethod(), mesh=mesh8, mp_policy=policy, reshard_after_forward=free
+    )
+    fsdp_jax.register_fsdp_forward_method(model, "encode")
+    y = run(view, model, jnp.ones((8, 8)), method=method)
+    assert set(model.seen) == {("bfloat16", "bfloat16")}
+    assert y is None or y.dtype == F16
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("view", ["global", "per device"])
+def test_a_recomputed_and_a_repeated_call_cast_again(view, free, mesh8):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.block = WithMethod()
+
+        def __call__(self, x):
+            def encode(block, x):
+                return block.encode(x)
+
+            y = nnx.remat(encode)(self.block, x)
+            assert y.dtype == F16
+            return nnx.remat(encode)(self.block, y).sum().astype(F32)
+
+    model = Model()
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F16)
+    fully_shard(model.block, mesh=mesh8, mp_policy=policy, reshard_after_forward=free)
+    fsdp_jax.register_fsdp_forward_method(model.block, "encode")
+    fully_shard(model, mesh=mesh8)
+    library = nnx if view == "global" else fsdp_jax
+    f = library.value_and_grad(lambda model, x: model(x))
+    text = helpers.lowered_text(f, model, jnp.ones((8, 8)))
+    products = re.findall(r"stablehlo\.multiply .* tensor<[18]x8x(\w+)>", text)
+    # Each call once in forward and once in backward, for its product alone.
+    assert len(products) >= 4 and set(products) == {"bf16"}
+    assert set(model.block.seen) == {("bfloat16", "bfloat16")}
+    _, grads = nnx.jit(f)(model, jnp.ones((8, 8)))
+    count = {"global": 64, "per device": 8}[view]  # rows of one device, then a mean
+    expected = np.full(8, 2.0 * count / 8)
+    np.testing.assert_array_equal(grads["block"]["weight"][...], expected)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_inputs_stay_as_they_are_when_told(view, mesh8):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+    model = fully_shard(WithMethod(), mesh=mesh8, mp_policy=policy)
+    fsdp_jax.register_fsdp_forward_method(model, "encode")
+    run(view, model, jnp.ones((8, 8), F16), method="encode")
+    assert {seen[0] for seen in model.seen} == {"float16"}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_norm_in_float32_inside_a_bfloat16_model(view, mesh8):
+    class Norm(nnx.LayerNorm):
+        def __call__(self, x, *args, **kwargs):
+            y = super().__call__(x, *args, **kwargs)
+            found.append((x.dtype, nnx.state(self)["scale"].dtype, y.dtype))
+            return y
+
+    found = []
+    model = Pipeline(nnx.Rngs(0))
+    model.norm = Norm(16, rngs=nnx.Rngs(1))
+    island = MixedPrecisionPolicy(param_dtype=F32, output_dtype=BF16)
+    fully_shard(model.norm, mesh=mesh8, mp_policy=island)
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    fully_shard(model, mesh=mesh8, mp_policy=policy)
+    run(view, model, helpers.regression_batch()[0])
+    assert set(found) == {(jnp.dtype(F32),) * 3}
+    assert set(model.seen) == {("bfloat16",) * 4}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_child_without_policy_gets_what_its_bfloat16_parent_has(view, mesh8):
+    class Child(Vector):
+        def __call__(self, x):
+            found.append((dtype_of(x), dtype_of(self.weight[...])))
+            return super().__call__(x)
+
+    class Parent(nnx.Module):
+        def __init__(self):
+            self.scale, self.child = nnx.Param(jnp.ones(8)), Child()
+
+        def __call__(self, x):
+            return self.child(x * self.scale[...])
+
+    found = []
+    model = Parent()
+    fully_shard(model.child, mesh=mesh8)
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    fully_shard(model, mesh=mesh8, mp_policy=policy)
+    y = run(view, model, jnp.ones((8, 8)))
+    assert set(found) == {("bfloat16", "float32")}
+    assert y is None or y.dtype == F32  # as it was computed
+
+
+@pytest.mark.parametrize("view", ["global", "per device"])
+def test_the_gradient_of_a_float32_input_is_float32_in_both_views(view, mesh8):
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model = fully_shard(Vector(), mesh=mesh8, mp_policy=policy)
+
+    def loss(model, x):
+        return model(x).astype(F32).sum()
+
+    if view == "global":
+        f = nnx.jit(nnx.grad(loss, argnums=(0, 1)))
+    else:
+        f = fsdp_jax.grad(loss, argnums=(0, 1), reduction="sum")
+    grads, x_grad = f(model, jnp.ones((8, 8)))
+    assert x_grad.dtype == grads["weight"].dtype == F32
+    np.testing.assert_array_equal(x_grad, np.ones((8, 8)))
+    np.testing.assert_array_equal(grads["weight"][...], np.full(8, 8.0))
+
+
+@pytest.mark.filterwarnings("ignore:gradients of a sharded module are taken")
+@pytest.mark.parametrize("view", ["global", "per device"])
+def test_nothing_that_lasts_takes_the_policy_s_dtype(view, mesh8):
+    policy = {"param_dtype": BF16, "reduce_dtype": F16, "output_dtype": F32}
+    model = policy_model(mesh8, **policy)
+    optimizer = fsdp_jax.Optimizer(model, optax.adamw(1e-2))
+    library = nnx if view == "global" else fsdp_jax
+    batch = helpers.regression_batch()
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss, grads = library.value_and_grad(helpers.mean_square)(model, x, y)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    before = model.state_dict()
+    step(model, optimizer, *batch)
+    loss, grads = step(model, optimizer, *batch)
+    found = [loss, *jax.tree.leaves((grads, nnx.state(model)))]
+    found += [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim]
+    assert {dtype_of(x) for x in found} == {"float32"}
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert {dtype_of(x) for x in after.values()} == {"float32"}
+    model.unshard()
+    assert {dtype_of(x) for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
+
+
+@pytest.mark.parametrize("view", ["eager", "jit", "value_and_grad"])
+def test_running_statistics_are_those_of_the_unsharded_model(view, mesh8):
+    class Model(nnx.Module):
+        def __init__(self, axis=None):
+            self.norm = nnx.BatchNorm(16, axis_name=axis, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.norm(x)
+
+    twin = Model()
+    axis = "fsdp" if view == "value_and_grad" else None
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model = fully_shard(Model(axis), mesh=mesh8, mp_policy=policy)
+    x = helpers.regression_batch(64)[0] + 0.5
+    for _ in range(3):
+        run(view, model, x)
+        twin(x)
+    for name in ("mean", "var"):
+        found, expected = (getattr(m.norm, name)[...] for m in (model, twin))
+        assert found.dtype == F32
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of a sharded module are taken")
+@pytest.mark.parametrize("view", ["global", "per device"])
+@pytest.mark.parametrize(
+    "policy", [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": F32}]
+)
+def test_no_program_has_a_float64(policy, view, mesh8):
+    model = policy_model(mesh8, **policy)
+    optimizer = fsdp_jax.Optimizer(model, optax.adamw(1e-2))
+    library = nnx if view == "global" else fsdp_jax
+
+    def step(model, optimizer, x, y):
+        loss, grads = library.value_and_grad(helpers.mean_square)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    x, y = (np.asarray(a, np.float64) for a in helpers.regression_batch())
+    text = helpers.lowered_text(step, model, optimizer, x, y)
+    assert "tensor<16x16xf32>" in text and "f64" not in text
+
+
+def test_the_global_view_makes_the_cast_parameter_whole(mesh8):
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    layer = nnx.Linear(16, 24, use_bias=False, rngs=nnx.Rngs(0))
+    model = fully_shard(layer, mesh=mesh8, mp_policy=policy)
+    text = helpers.lowered_text(lambda m, x: m(x), model, jnp.ones((8, 16)))
+    moved = re.findall(r"sdy\.sharding_constraint .*tensor<16x24x(\w+)>", text)
+    assert moved == ["f32", "bf16"]  # the shard is pinned, then cast, then gathered
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_parameter_keeps_its_own_dtype_in_a_mixed_group(packed, mesh8):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.base = nnx.Linear(8, 8, param_dtype=BF16, rngs=nnx.Rngs(0))
+            self.adapter = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.adapter(self.base(x))
+
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
+    model: Any = fully_shard(Model(), mesh=mesh8, mp_policy=policy)
+    model.set_packing_threshold_bytes(1 << 20 if packed else 0)
+    f = fsdp_jax.value_and_grad(lambda m, x: m(x).astype(F32).mean())
+    x = jnp.ones((8, 8))
+    _, grads = f(model, x)
+    for name, dtype in (("base", BF16), ("adapter", F32)):
+        assert {g.dtype for g in jax.tree.leaves(grads[name])} == {jnp.dtype(dtype)}
+    text = helpers.lowered_text(f, model, x)
+    assert wire_dtypes(text, "all_gather") == ["bf16"] * (1 if packed else 4)
+    assert wire_dtypes(text, "reduce_scatter") == ["f32"] * (1 if packed else 4)

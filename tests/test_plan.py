@@ -791,6 +791,66 @@ def test_a_transformer_is_planned_for_a_tpu():
     assert not any("donated" in note for note in plan.notes)
 
 
+def build_offloaded(devices: list[Any], policy: Any = None) -> Any:
+    """A scanned stack and its optimizer in host memory; the gradients are clipped."""
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            make = nnx.vmap(lambda rngs: nnx.Linear(2048, 2048, rngs=rngs))
+            self.layers = nnx.split_rngs(splits=2)(make)(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return fsdp_jax.scan_layers(self.layers, x, remat=True)
+
+    model: Any = nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))
+    fully_shard(
+        model.layers,
+        mesh=mesh_over(devices),
+        shard_placement_fn=lambda _: fsdp_jax.Shard(1),
+        offload_policy=policy or fsdp_jax.CPUOffloadPolicy(),
+    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    optimizer = fsdp_jax.Optimizer(model, tx)
+    rows = jax.ShapeDtypeStruct((16 * len(devices), 2048), jnp.float32)
+    batch = fsdp_jax.shard_batch((rows, rows), model)
+    return nnx.jit(train_step, donate_argnums=(0, 1)), (model, optimizer, *batch)
+
+
+def assert_rests_on_the_host(plan: Plan) -> None:
+    """Parameters and moments of `build_offloaded` count for the host alone."""
+    parameters = 2 * (2048 * 2048 + 2048) * 4 // plan.num_devices
+    assert plan.host_parameter_bytes == parameters
+    assert plan.host_moment_bytes == 2 * parameters
+    assert plan.host_other_argument_bytes == plan.parameter_bytes == 0
+    assert plan.moment_bytes == 2 * 4  # the counters
+    assert plan.other_argument_bytes == 2 * 16 * 2048 * 4
+    text = str(plan)
+    assert "memory of the host" in text
+    assert re.search(r"│ parameters +│ +0 B │", text)
+    assert "on host    parameters" in text
+    told = json.loads(plan.to_json())
+    assert told["host_moment_bytes"] == told["report"]["memory"]["host_moment_bytes"]
+
+
+def test_host_memory_is_told_apart(absent, planned):
+    assert_rests_on_the_host(fsdp_jax.plan(build_offloaded, "v5e:2x4"))
+    assert planned.host_parameter_bytes == planned.host_moment_bytes == 0
+    assert "host" not in str(planned)
+
+
+@needs_tpu_compiler
+def test_an_offloaded_step_is_planned_for_a_tpu():
+    plan = fsdp_jax.plan(build_offloaded, "v5e:2x2")
+    assert_rests_on_the_host(plan)
+    at_rest = plan.host_parameter_bytes + plan.host_moment_bytes
+    none = fsdp_jax.OffloadPolicy()
+    plain = fsdp_jax.plan(lambda devices: build_offloaded(devices, none), "v5e:2x2")
+    assert plan.peak_bytes < plain.peak_bytes
+    assert plan.host_temporary_bytes and plan.host_temporary_bytes < 2 * at_rest
+    assert not any("donated" in note for note in plan.notes)
+    assert not any(r.group == "(partitioner)" for r in plan.report.rows)
+
+
 @needs_tpu_compiler
 def test_the_example_of_the_readme_is_planned_for_a_tpu(tmp_path, monkeypatch, capsys):
     arguments = save_example(tmp_path)

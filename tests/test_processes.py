@@ -24,10 +24,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fsdp_jax
-from fsdp_jax import fully_shard, local_shape, shard_batch
+from fsdp_jax import DataParallelMeshDims, fully_shard, local_shape, shard_batch
 from tests import helpers
 
 ROOT = Path(__file__).parents[1]
@@ -279,6 +279,48 @@ def check_shard_map(model: Any, index: int, count: int) -> None:
     np.testing.assert_allclose(float(mean), expected_output().mean(), 1e-5, 1e-6)
 
 
+def check_replicas_in_other_processes(model: Any, index: int, count: int) -> None:
+    """Each process holds all shards; gradients are summed over the processes."""
+    mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("replicate", "fsdp"))
+    task = task_of("mlp")
+    model, reference = task.make_model(), task.make_model()
+    helpers.shard_blocks(model, mesh=mesh)
+    num_shards = jax.device_count() // count
+    assert local_shape(model.layers[0].kernel) == (16 // num_shards, 32)
+    rows = [own_rows(np.asarray(x), index, count) for x in task.batch]
+    losses, expected = (
+        train_steps(way.value_and_grad, task.loss, m, kind(m, tx, wrt=nnx.Param), *b)
+        for tx in [transformation()]
+        for way, kind, m, b in (
+            (fsdp_jax, fsdp_jax.Optimizer, model, shard_batch(rows, model)),
+            (nnx, nnx.Optimizer, reference, task.batch),
+        )
+    )
+    np.testing.assert_allclose(losses, expected, 1e-5)
+    for name, x in model.state_dict().items():
+        own = [np.asarray(s.data) for s in x.addressable_shards]
+        path = tuple(int(p) if p.isdigit() else p for p in name.split("."))
+        want = dict(nnx.to_flat_state(nnx.state(reference)))[path][...]
+        np.testing.assert_allclose(np.concatenate(own), want, 1e-5, 1e-6, err_msg=name)
+
+
+def check_a_batch_beside_another_axis(model: Any, index: int, count: int) -> None:
+    """Processes along a tensor parallel axis bring the same rows."""
+    mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("tp", "fsdp"))
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    for v in (model.kernel, model.bias):
+        value, by_tp = np.asarray(v[...]), NamedSharding(mesh, PartitionSpec("tp"))
+        v.set_raw_value(
+            jax.make_array_from_callback(value.shape, by_tp, value.__getitem__)
+        )
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("fsdp"))
+    assert local_shape(model.kernel) == (8 // jax.device_count(), 16)
+    x = shard_batch(inputs()[:2], model)
+    assert x.shape == (2, 8)
+    output = to_host(fsdp_jax.shard_map(lambda model, x: model(x))(model, x))
+    np.testing.assert_allclose(output, expected_output()[:2], 1e-5, 1e-6)
+
+
 def check_unshard_and_reshard(model: Any, index: int, count: int) -> None:
     model = layer()
     before = to_host(model.kernel.get_raw_value())
@@ -415,6 +457,8 @@ CHECKS = [
     check_eager_forward,
     check_eager_gradients,
     check_shard_map,
+    check_replicas_in_other_processes,
+    check_a_batch_beside_another_axis,
     check_unshard_and_reshard,
     check_a_number_of_forwards,
     check_keeping_after_forward,

@@ -86,6 +86,7 @@ def test_bytes_are_seven_eighths_of_the_parameters_each_way():
     assert sum(r.full_bytes for r in report.rows if r.direction == REGATHER) == block
 
 
+@pytest.mark.filterwarnings("ignore:.*layers compute in a dtype of their own")  # Embed
 def test_the_dtype_on_the_wire_is_the_policys():
     policy = MixedPrecisionPolicy(param_dtype=jnp.bfloat16, reduce_dtype=jnp.float32)
     step, model, *args = make_step(mp_policy=policy)

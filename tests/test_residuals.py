@@ -189,6 +189,7 @@ def test_nothing_saved_has_a_full_parameter_s_size(case):
     assert full_ones(saved, model) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*layers compute in a dtype of their own")
 @pytest.mark.parametrize("case", ["gelu", "relu in bfloat16", "attention"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_nothing_full_is_saved_under_a_policy(case, dtype):

@@ -1,0 +1,104 @@
+"""The user's loss: what it may be, its global value, and what backward starts from.
+
+What must not live here: running the function that returns it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax import _collectives, _functional
+from fsdp_jax._join import Request
+from fsdp_jax._mesh import MeshInfo
+
+Array = jax.Array
+
+
+def split_loss(request: Request, output: Any) -> tuple[Any, Any]:
+    """The loss and the aux of the user's output, checked.
+
+    Returns:
+        The loss, a pair of it and its weight for `"weighted"`; and the aux.
+    """
+    aux = None
+    if request.has_aux:
+        if not isinstance(output, tuple) or len(output) != 2:
+            raise TypeError(
+                f"{request.who}: with has_aux=True f must return a pair (loss, aux), "
+                f"got {type(output).__name__}."
+            )
+        output, aux = output
+    weighted = request.reduction == "weighted"
+    parts: Any = output if weighted else (output,)
+    if weighted and (not isinstance(parts, tuple) or len(parts) != 2):
+        raise TypeError(
+            f"{request.who}: with reduction='weighted' f must return a pair "
+            f"(loss_sum, weight), got {type(output).__name__}."
+        )
+    loss = _scalar(request, parts[0])
+    if not weighted:
+        return loss, aux
+    return (loss, _scalar(request, parts[1], jnp.number)), aux
+
+
+def _scalar(request: Request, x: Any, kind: Any = jnp.floating) -> Array:
+    """The user's loss or weight, as an array of shape ()."""
+    found = type(x).__name__
+    if _functional.is_array(x) or isinstance(x, (int, float)):
+        x = jnp.asarray(x)
+        if x.shape == () and jnp.issubdtype(x.dtype, kind):
+            return x
+        found = f"shape {x.shape}, {x.dtype}"
+    raise TypeError(
+        f"{request.who}: f must return a floating scalar, got {found}. If it returns a "
+        "pair, pass has_aux=True."
+    )
+
+
+def widened(loss: Any) -> Any:
+    """In 32 bits or more, so that sums of losses and token counts keep their digits."""
+
+    def widen(x: Array) -> Array:
+        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+        return x.astype(jnp.promote_types(x.dtype, wide))
+
+    return jax.tree.map(widen, loss)
+
+
+def start(
+    request: Request, mesh: MeshInfo, sums: Any, num_slices: int = 1
+) -> tuple[Array, Any]:
+    """The global value, and what the loss of each device and slice counts in it.
+
+    Args:
+        request: what the user asked for.
+        mesh: mesh and the roles of its axes.
+        sums: this device's widened loss, as `split_loss` returns it, added up over its
+            slices.
+        num_slices: into which the device's rows are cut.
+    """
+    totals = _collectives.sum_over_devices(sums, mesh, "loss")
+    if request.reduction == "weighted":
+        total, weight = totals
+        value, one = total / weight, 1 / weight.astype(total.dtype)
+        return value, (one, -value * one)
+    if request.reduction == "sum":
+        return totals, jnp.ones((), totals.dtype)
+    count = mesh.num_devices * num_slices
+    value = totals / count if count > 1 else totals
+    return value, jnp.full((), 1 / num_slices, totals.dtype)
+
+
+def cotangent(loss: Any, counts: Any) -> Any:
+    """What backward starts from: `counts` in the dtypes of the loss."""
+
+    def cast(x: Array, count: Array) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return count.astype(x.dtype)
+        return np.zeros((), jax.dtypes.float0)
+
+    return jax.tree.map(cast, loss, counts)

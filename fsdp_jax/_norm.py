@@ -1,0 +1,107 @@
+"""`global_norm`: the norm of gradients or parameters as if nothing were sharded.
+
+What must not live here: clipping, which is optax's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from fsdp_jax import _collectives, _functional
+from fsdp_jax._param import spec_of
+from fsdp_jax._pending import PendingGradients
+
+Array = jax.Array
+
+
+def global_norm(tree: Any) -> Array:
+    """The root of the sum of all squares in a tree of gradients or parameters.
+
+    The same as `optax.global_norm` of the unsharded arrays: what several devices hold a
+    copy of counts once. Of sharded gradients every device adds up its own pieces, and
+    one all-reduce of a scalar follows. Arrays may rest in host memory.
+
+    Args:
+        tree: gradients as `value_and_grad` returns them, a state, a module, or any tree
+            of floating arrays.
+
+    Returns:
+        A scalar, float32 or wider, in device memory.
+
+    Raises:
+        TypeError: gradients that are not reduced yet, or an array that is not floating.
+        RuntimeError: called inside a per-device program.
+
+    Source: README, "Clipping"; PyTorch `clip_grad_norm_` on sharded gradients.
+    """
+    if isinstance(tree, PendingGradients):
+        raise TypeError(
+            "global_norm: the gradients are not reduced yet. Reduce them first, with "
+            "value_and_grad(...)(..., pending=p) or model.synchronize_gradients(p)."
+        )
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise RuntimeError(
+            "global_norm: called inside a per-device program (value_and_grad, "
+            "shard_map), where arrays may be pieces. Call it on what those return."
+        )
+    tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    arrays, shardings = [], []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=_functional.is_node
+    ):
+        for x in jax.tree.leaves(leaf):
+            if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+                raise TypeError(
+                    f"global_norm: {jax.tree_util.keystr(keys)} has dtype "
+                    f"{jnp.result_type(x)}. Select the floating values first, such as "
+                    "nnx.state(model, nnx.Param)."
+                )
+            arrays.append(x)
+            shardings.append(_sharding(leaf, x))
+    if not arrays:
+        return jnp.zeros(())
+    meshes = {s.mesh for s in shardings if s is not None}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    known = tuple(
+        s.spec if mesh is not None and s is not None else None for s in shardings
+    )
+    if any(isinstance(x, Tracer) for x in arrays):
+        return _norm(arrays, known, mesh)
+    return _compiled(arrays, known, mesh)
+
+
+def _sharding(leaf: Any, x: Any) -> NamedSharding | None:
+    """How an array is cut, as far as it is known."""
+    found = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    if isinstance(found, NamedSharding) and isinstance(found.mesh, Mesh):
+        return found
+    spec = spec_of(leaf)
+    if spec is None or not isinstance(x, Tracer) or not spec.fits(x):
+        return None
+    return spec.present(jnp.ndim(x))
+
+
+def _norm(arrays: Sequence[Array], specs: Sequence[Any], mesh: Mesh | None) -> Array:
+    here = [jax.device_put(x, jax.memory.Space.Device) for x in arrays]
+    cut = [i for i, s in enumerate(specs) if s is not None]
+    total = sum(_square(x) for x, s in zip(here, specs) if s is None)
+    if mesh is not None and cut:
+        total = total + _collectives.sum_of_pieces(
+            _square, [here[i] for i in cut], [specs[i] for i in cut], mesh
+        )
+    return jnp.sqrt(total)
+
+
+_compiled = jax.jit(_norm, static_argnums=(1, 2))
+
+
+def _square(x: Array) -> Array:
+    wide = jnp.promote_types(jnp.finfo(x.dtype).dtype, jnp.float32)
+    return jnp.sum(jnp.square(jnp.abs(x).astype(wide)))

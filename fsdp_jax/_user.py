@@ -1,0 +1,191 @@
+"""One call of the user's function on the arrays of one device.
+
+What lives here: merging the model, calling, splitting it again, and what changed. What
+must not: differentiating the call (`_program`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fsdp_jax import _collectives, _functional
+from fsdp_jax._comm import Defer
+from fsdp_jax._join import Request, Slot, output_rules, slots_of, state_rule
+from fsdp_jax._local import shard_in
+from fsdp_jax._loss import split_loss
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._param import ShardReadError, dotted
+from fsdp_jax._state import (
+    deferred,
+    group_of,
+    named_sharded_modules,
+    set_state,
+    state_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """All that is static in a call of the user's function.
+
+    Attributes:
+        request: what the user asked for.
+        mesh: mesh and the roles of its axes.
+        taken: `(args, kwargs)` without nodes and arrays.
+        graphdef: structure of the nodes.
+        state: their state without arrays.
+        variables: one slot per array of the state.
+        num_modules: how many sharded modules there are.
+    """
+
+    request: Request
+    mesh: MeshInfo
+    taken: _functional.Taken
+    graphdef: Any
+    state: _functional.Taken
+    variables: tuple[Slot, ...]
+    num_modules: int
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a call left, next to the arrays that it returned.
+
+    Attributes:
+        graphdef: structure of `(nodes, new nodes)` afterwards.
+        state: their state without arrays.
+        state_sources: per array of it: the input it still is, or None for a result.
+        updates: per result of the state: the input that it replaces, None if it is new.
+        output: the user's output without nodes and arrays.
+        num_output: how many arrays that has, the value included.
+        value_at: where the value belongs among the results.
+        rules: per result, without the value: how it becomes global.
+    """
+
+    graphdef: Any
+    state: _functional.Taken
+    state_sources: list[int | None]
+    updates: list[int | None]
+    output: _functional.Taken
+    num_output: int
+    value_at: int
+    rules: list[Callable]
+
+
+def call_user(
+    call: Call, arrays: list[Any], defers: Sequence[Defer]
+) -> tuple[Any, list, Outcome]:
+    """Merge, call, split.
+
+    Args:
+        call: what is static.
+        arrays: those of the state, then those of the arguments.
+        defers: per sharded module, which reductions backward leaves out; empty if
+            nothing is differentiated.
+
+    Returns:
+        The loss, None without one; every other array to carry out; the rest.
+    """
+    request, mesh = call.request, call.mesh
+    num_state = len(call.variables)
+    held = _fold_keys(call, arrays[:num_state])
+    nodes = _functional.merge_inner(
+        call.graphdef, call.state.put((), held), tracked=True
+    )
+    named = [pair for node in nodes for pair in named_sharded_modules(node)]
+    modules = [m for _, m in named]
+    states = [state_of(m) for m in modules]
+    at_rest = dict(window=False, inside=False, forwards_left=0)
+    averages = request.reduction == "mean"
+    refused: Defer = "refuse"
+    if not defers:
+        defers = [refused if deferred(s) else "" for s in states]
+    groups = [group_of(m) for m in modules]
+    full = [group.full for group in groups]
+    for (path, module), group, defer in zip(named, groups, defers, strict=True):
+        group.mark(False)
+        set_state(module, averages=averages, defer=defer, path=path, **at_rest)
+    args, kwargs = call.taken.put(nodes, arrays[num_state:])
+    try:
+        output = request.f(*args, **kwargs)
+    except ShardReadError as error:
+        for node in nodes:
+            if (path := _functional.find(node, error.variable)) is not None:
+                error.path = dotted(path)
+        raise
+    for module, state, group, was_full in zip(modules, states, groups, full):
+        module.reshard()
+        group.set_values(group.values(), full=was_full)
+        changed = ("averages", "defer", "path", *at_rest)
+        set_state(module, **{name: getattr(state, name) for name in changed})
+    loss = None
+    if request.argnums is not None:
+        loss, output = split_loss(request, output)
+    taken, out_nodes, out_arrays = _functional.take(output)
+    out_arrays = [jnp.asarray(x) for x in out_arrays]
+    graphdef, state = _functional.split_inner((nodes, out_nodes), tracked=True)
+    taken_state, state_arrays = _functional.take_arrays(state)
+    before: dict[tuple, list[int]] = {}
+    for i, slot in enumerate(call.variables):
+        before.setdefault((0, *slot.path), []).append(i)
+    rest, rules, sources, updates = [], [], [], []
+    for slot, x in zip(slots_of(state, mesh), state_arrays, strict=True):
+        source = before[slot.path].pop(0) if before.get(slot.path) else None
+        same = source is not None and (
+            x is shard_in(held[source]) or issubclass(slot.kind, nnx.RngKey)
+        )
+        sources.append(source if same else None)
+        if not same:
+            rest.append(jnp.asarray(x))
+            rules.append(state_rule(request, mesh, slot, source is None))
+            updates.append(source)
+    value_at = len(rest)
+    out_rules = output_rules(request, mesh, taken, output, out_arrays)
+    if loss is not None:
+        taken = _with_value(request, taken)
+    return (
+        loss,
+        [*rest, *out_arrays],
+        Outcome(
+            graphdef,
+            taken_state,
+            sources,
+            updates,
+            taken,
+            len(out_rules) + (loss is not None),
+            value_at,
+            [*rules, *out_rules],
+        ),
+    )
+
+
+def _fold_keys(call: Call, arrays: list[Any]) -> list[Any]:
+    """Give each random stream a key of its own on each device."""
+    if call.mesh.num_devices == 1:
+        return list(arrays)
+    held = list(arrays)
+    for i, slot in enumerate(call.variables):
+        if issubclass(slot.kind, nnx.RngKey):
+            fold = functools.partial(
+                jax.random.fold_in, data=_collectives.device_index(call.mesh)
+            )
+            for _ in range(held[i].ndim):
+                fold = jax.vmap(fold)
+            held[i] = fold(held[i])
+    return held
+
+
+def _with_value(request: Request, taken: _functional.Taken) -> _functional.Taken:
+    """Put the value where `nnx.value_and_grad` returns it: before the aux."""
+    inner = jax.tree.unflatten(taken.treedef, list(range(len(taken.slots))))
+    whole = ("value", inner) if request.has_aux else "value"
+    leaves, treedef = jax.tree.flatten(whole)
+    slots = tuple("array" if x == "value" else taken.slots[x] for x in leaves)
+    return _functional.Taken(treedef, slots)
