@@ -51,10 +51,21 @@ def adamw() -> optax.GradientTransformation:
     return optax.adamw(1e-2, eps=1e-3)
 
 
+class TwoLayers(nnx.Module):
+    """Two linear layers with tanh between them, 16 in, 8 out."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        sizes = ((16, 16), (16, 8))
+        self.layers = nnx.List([nnx.Linear(*size, rngs=rngs) for size in sizes])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+
 def mlp(**kwargs: Any) -> Any:
-    """The MLP, seed 0, in four groups; on two devices unless told otherwise."""
+    """The model, seed 0, in a group per layer; on two devices unless told otherwise."""
     kwargs = {"mesh": helpers.mesh_of(2), **kwargs}
-    return helpers.shard_blocks(helpers.MLP(nnx.Rngs(0)), **kwargs)
+    return helpers.shard_blocks(TwoLayers(nnx.Rngs(0)), **kwargs)
 
 
 def one_layer(**kwargs: Any) -> Any:
@@ -137,13 +148,11 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
     "lion": lambda: optax.lion(1e-3),
     "lamb": lambda: optax.lamb(1e-2),
-    "adafactor": lambda: optax.adafactor(1e-2),
     "factored": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "schedule": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 9), eps=1e-3),
     "MultiSteps": lambda: optax.MultiSteps(adamw(), 2),
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.05), adamw()),
     "finite": lambda: optax.apply_if_finite(adamw(), 3),
-    "agc": lambda: optax.chain(optax.adaptive_grad_clip(0.01), adamw()),
     "noise": lambda: optax.noisy_sgd(0.1, key=0),
 }
 
@@ -191,15 +200,17 @@ def assert_same_run(
 # --- training is the same ---------------------------------------------------------
 
 
-@POLICIES
 @pytest.mark.parametrize(
-    ("mesh", "steps", "jit"),
+    ("policy", "mesh", "steps", "jit"),
     [
-        ("1", 2, True),
-        ("8", 5, True),
-        ("2x4", 2, True),
-        ("1", 2, False),
-        ("2", 2, False),
+        (PINNED, "1", 2, True),
+        (PINNED, "1", 2, False),
+        (PINNED, "8", 5, True),
+        (PINNED, "2x4", 2, True),
+        (PINNED, "2", 2, False),
+        (UNPINNED, "1", 2, True),
+        (UNPINNED, "8", 5, True),
+        (UNPINNED, "2", 2, False),
     ],
 )
 def test_training_equals_training_without_offload(policy, mesh, steps, jit):
@@ -343,35 +354,29 @@ def test_frozen_parameters_stay_as_they_are(policy):
     model, optimizer = assert_same_run(policy, wrt=trained, base="wrt")
     assert_rests(policy, model, optimizer)
     helpers.assert_trees_close(
-        params(model.layers[2]), params(mlp().layers[2]), rtol=0, atol=0
+        params(model.layers[1]), params(mlp().layers[1]), rtol=0, atol=0
     )
 
 
 @pytest.mark.parametrize(("policy", "jit"), [(PINNED, True), (UNPINNED, False)])
 def test_only_some_groups_can_be_offloaded(policy, jit):
-    """The blocks of a transformer, but neither embedding nor head."""
-
     def make(**kwargs):
-        model = helpers.Transformer(nnx.Rngs(0), num_blocks=1)
-        mesh = helpers.mesh_of(2)
-        fully_shard(model.blocks[0], mesh=mesh, **kwargs)
+        model, mesh = TwoLayers(nnx.Rngs(0)), helpers.mesh_of(2)
+        fully_shard(model.layers[0], mesh=mesh, **kwargs)
         return fully_shard(model, mesh=mesh)
 
-    options = {"batch": (helpers.token_batch(4),), "loss": helpers.next_token_loss}
-    if "transformer" not in BASES:
-        BASES["transformer"] = run(make(), TRANSFORMATIONS["clip"](), **options)
-    base, _, expected = BASES["transformer"]
-    model = make(offload_policy=policy)
-    tx = TRANSFORMATIONS["clip"]()
-    model, optimizer, losses = run(model, tx, jit=jit, **options)
+    tx = TRANSFORMATIONS["clip"]
+    base, _, expected = run(make(), tx(), jit=jit)
+    model, optimizer, losses = run(make(offload_policy=policy), tx(), jit=jit)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    helpers.assert_trees_close(model, base, rtol=1e-5)
-    assert kinds(params(model.blocks)) == {policy.memory_kind}
-    assert kinds([params(model.embed), params(model.head)]) == {"device"}
+    helpers.assert_trees_close(model, base, rtol=1e-6)
+    assert kinds(params(model.layers[0])) == {policy.memory_kind}
+    assert kinds(params(model.layers[1])) == {"device"}
     for name, x in arrays(nnx.state(optimizer)).items():
         if x.ndim:
-            where = policy.memory_kind if "blocks" in name else "device"
-            assert x.sharding.memory_kind == where, name
+            where = policy.memory_kind if "[0]['kernel']" in name else "device"
+            if "bias" not in name:
+                assert x.sharding.memory_kind == where, name
 
 
 # --- micro-batches and accumulation -----------------------------------------------
@@ -454,7 +459,7 @@ def test_an_all_reduce_that_waits_leaves_shards_on_the_devices(policy):
     ("policy", "mesh"), [(PINNED, "1"), (PINNED, "2x4"), (UNPINNED, "2")]
 )
 def test_the_forward_and_its_gradient_on_global_arrays(policy, mesh):
-    reference, (x, y) = helpers.MLP(nnx.Rngs(0)), helpers.regression_batch(8)
+    reference, (x, y) = TwoLayers(nnx.Rngs(0)), helpers.regression_batch(8)
     model = mlp(offload_policy=policy, **MESHES[mesh]())
     forward = lambda model, x: model(x)  # noqa: E731
     expected, gradient = reference(x), nnx.grad(helpers.mean_square)(reference, x, y)
@@ -472,7 +477,7 @@ def test_the_forward_and_its_gradient_on_global_arrays(policy, mesh):
     [(PINNED, "1", True), (PINNED, "8", False), (UNPINNED, "8", True)],
 )
 def test_evaluation_by_shard_map(policy, jit, mesh):
-    reference, (x, _) = helpers.MLP(nnx.Rngs(0)), helpers.regression_batch(8)
+    reference, (x, _) = TwoLayers(nnx.Rngs(0)), helpers.regression_batch(8)
     model = mlp(offload_policy=policy, **MESHES[mesh]())
     evaluate = fsdp_jax.shard_map(lambda model, x: model(x))
     y = (nnx.jit(evaluate) if jit else evaluate)(model, x)
@@ -482,7 +487,7 @@ def test_evaluation_by_shard_map(policy, jit, mesh):
 
 @POLICIES
 def test_unshard_brings_full_arrays_to_the_devices(policy):
-    model, reference = mlp(offload_policy=policy), helpers.MLP(nnx.Rngs(0))
+    model, reference = mlp(offload_policy=policy), TwoLayers(nnx.Rngs(0))
     model.layers[0].unshard()
     full = model.layers[0].kernel.get_raw_value()
     assert full.sharding.is_fully_replicated and full.sharding.memory_kind == "device"
@@ -512,13 +517,13 @@ def test_writing_a_parameter_moves_it(policy):
     """Whatever memory a value comes from, the parameter rests where it did."""
     model = mlp(offload_policy=policy)
     kernel = model.layers[0].kernel
-    kernel[...] = np.ones((16, 32), np.float32)
-    kernel.set_value(jax.device_put(jnp.ones((16, 32)), jax.devices()[0]))
+    kernel[...] = np.ones((16, 16), np.float32)
+    kernel.set_value(jax.device_put(jnp.ones((16, 16)), jax.devices()[0]))
     nnx.update(model, jax.tree.map(np.asarray, nnx.as_pure(params(mlp()))))
     assert_rests(policy, model)
     expected = mlp()(helpers.regression_batch(8)[0])
     np.testing.assert_array_equal(model(helpers.regression_batch(8)[0]), expected)
-    assert fsdp_jax.local_shape(kernel) == (8, 32)
+    assert fsdp_jax.local_shape(kernel) == (8, 16)
 
 
 @POLICIES
@@ -534,7 +539,7 @@ def test_state_dicts_clones_and_pickles_rest_on_the_host(policy):
         mlp().state_dict(),
     ):
         again = helpers.shard_blocks(
-            helpers.MLP(nnx.Rngs(1)), mesh=helpers.mesh_of(4), offload_policy=policy
+            TwoLayers(nnx.Rngs(1)), mesh=helpers.mesh_of(4), offload_policy=policy
         )
         again.load_state_dict(given)
         assert_rests(policy, again)
@@ -646,8 +651,7 @@ def test_without_an_offloaded_group_nothing_runs_on_the_host():
     assert fsdp_jax.Optimizer(mlp(offload_policy=OffloadPolicy()), tx).tx is tx
 
 
-@POLICIES
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(("policy", "jit"), [(PINNED, True), (UNPINNED, False)])
 def test_the_optimizer_of_nnx(policy, jit):
     def train(model):
         optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
@@ -750,12 +754,12 @@ def test_memory_that_is_not_there_is_refused(
 ):
     monkeypatch.setattr(MeshInfo, "memory_kinds", found)
     monkeypatch.setattr(MeshInfo, "platform", platform)
-    model = helpers.MLP(nnx.Rngs(0))
+    model = TwoLayers(nnx.Rngs(0))
     before = nnx.state(model)
     text = f"needs memory of kind {policy.memory_kind!r}.*{re.escape(usable)}"
     with pytest.raises(ValueError, match=text):
         fully_shard(model, mesh=helpers.mesh_of(2), offload_policy=policy)
-    assert type(model) is helpers.MLP
+    assert type(model) is TwoLayers
     for own, old in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(before)):
         assert own is old
 
