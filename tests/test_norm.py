@@ -157,13 +157,12 @@ def test_a_step_that_clips_sums_two_scalars_over_the_devices(policy):
     ]
 
 
-def test_small_gradients_in_bfloat16_add_up_in_float32():
-    model = fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
-    state = nnx.state(model, nnx.Param)
-    ones = jax.tree.map(lambda x: jnp.ones_like(x, jnp.bfloat16), nnx.as_pure(state))
-    found = fsdp_jax.global_norm(ones)
-    assert found.dtype == jnp.float32
-    assert float(found) == np.float32(np.sqrt(64 * 64 + 64))  # bfloat16 stops at 256
+@pytest.mark.parametrize("mesh", ["1", "8"])
+def test_bfloat16_gradients_add_up_in_float32(mesh):
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gradients(sharded(mesh)))
+    for found in (fsdp_jax.global_norm(grads), nnx.jit(fsdp_jax.global_norm)(grads)):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, plain_norm(grads), rtol=1e-5)
 
 
 def test_norms_of_other_trees():

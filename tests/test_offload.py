@@ -153,7 +153,6 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(adamw(), 2),
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.05), adamw()),
     "finite": lambda: optax.apply_if_finite(adamw(), 3),
-    "noise": lambda: optax.noisy_sgd(0.1, key=0),
 }
 
 
