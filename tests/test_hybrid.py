@@ -641,9 +641,12 @@ def test_evaluation_communicates_over_the_sharding_axes_alone():
     run = fsdp_jax.shard_map(lambda m, x: m(x))
     x = helpers.regression_batch()[0]
     text = helpers.lowered_text(run, mlp(**HYBRID), x)
-    groups = re.findall(r"all_gather.*replica_groups = dense<(.*?)>", text)
-    assert groups == ["[[0, 1, 2, 3], [4, 5, 6, 7]]"] * GROUPS
-    assert all_reduced(text) == []
+    gathers = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
+    assert len(gathers) == GROUPS
+    for line in gathers:  # jax 0.12 names the axes, 0.10 lists the devices along them
+        named = re.findall(r'axis_ref<name = "(\w+)">', line)
+        assert named == ["s"] or "[[0, 1, 2, 3], [4, 5, 6, 7]]" in line, line
+    assert helpers.count_collectives(text)["all_reduce"] == 0
     for layout in ("8x1", "replicate only"):
         text = helpers.lowered_text(run, mlp(**LAYOUTS[layout][0]), x)
         assert set(helpers.count_collectives(text).values()) == {0}
