@@ -23,6 +23,8 @@ OPTIONAL = {
     "needs_torch": ("torch", "bench"),
 }
 
+collect_ignore = ["torch_reference.py"]  # a program for the extra [bench], no tests
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of what is not installed, and say which extra has it."""
