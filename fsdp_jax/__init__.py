@@ -24,6 +24,7 @@ from fsdp_jax._ordering import Ordering as Ordering
 from fsdp_jax._ordering import compiler_options as compiler_options
 from fsdp_jax._pending import PendingGradients as PendingGradients
 from fsdp_jax._pending import synchronize_gradients as synchronize_gradients
+from fsdp_jax._placement import largest_dim as largest_dim
 from fsdp_jax._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from fsdp_jax._policies import DataParallelMeshDims as DataParallelMeshDims
 from fsdp_jax._policies import MixedPrecisionPolicy as MixedPrecisionPolicy

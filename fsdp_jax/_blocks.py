@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax._move import constrain, in_order, to_rest
-from fsdp_jax._param import ParamSpec
 from fsdp_jax._policies import PINNED_HOST
+from fsdp_jax._spec import ParamSpec
 
 
 def _swap(x: jax.Array, dim: int, outer: int, inner: int) -> jax.Array:

@@ -16,16 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax import _layout
-from fsdp_jax._comm import GroupComm, cast_floating
+from fsdp_jax._comm import GroupComm, cast_floating, padded, stripped
 from fsdp_jax._mesh import MeshInfo, Others
 
 Array = jax.Array
 
 
 def _full_shape(shard: Array, dim: int, num_shards: int) -> tuple[int, ...]:
-    shape = list(shard.shape)
-    shape[dim] *= num_shards
-    return tuple(shape)
+    return _layout.padded_shape(shard.shape, dim, shard.shape[dim] * (num_shards - 1))
 
 
 def _rows_first(x: Array, dim: int, num_shards: int) -> Array:
@@ -85,7 +83,7 @@ def gather_group(
 
     gathered = _on_pieces(gather, travelling)([shards[i] for i in cut])
     for i, x in zip(cut, gathered, strict=True):
-        full[i] = x
+        full[i] = stripped(x, comm, i)
     return full
 
 
@@ -173,6 +171,7 @@ def scatter_group(
 
 def _scatter(wire: list[Array], comm: GroupComm) -> list[Array]:
     """Reduce full gradients to shards, and over replicas unless that is deferred."""
+    wire = [padded(g, comm, i) for i, g in enumerate(wire)]
     n, replicas = comm.mesh.num_shards, comm.mesh.replicate_axes
     here = comm.defer == "all_reduce"
     divisor = comm.divisors[0] if here else comm.divisor
@@ -316,7 +315,7 @@ def own_shard(full: Array, comm: GroupComm) -> Array:
         return jax.lax.axis_index(mesh.shard_axes) * (size // mesh.num_shards)
 
     def plain(arrays):
-        (full,) = arrays
+        full = padded(arrays[0], comm, 0)
         size, axis = full.shape[dim], dim % full.ndim
         piece = jax.lax.dynamic_slice_in_dim(
             full, start(size), size // mesh.num_shards, axis=axis
@@ -328,7 +327,8 @@ def own_shard(full: Array, comm: GroupComm) -> Array:
         shape = _full_shape(ct, dim, mesh.num_shards)
         zeros, axis = jnp.zeros(shape, ct.dtype), dim % ct.ndim
         at = start(shape[dim])
-        return [jax.lax.dynamic_update_slice_in_dim(zeros, ct, at, axis=axis)]
+        whole = jax.lax.dynamic_update_slice_in_dim(zeros, ct, at, axis=axis)
+        return [stripped(whole, comm, 0)]
 
     def backward(_, ct):
         (spread_out,) = _on_pieces(spread, comm)([ct * survives])

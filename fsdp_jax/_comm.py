@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from fsdp_jax import _layout
 from fsdp_jax._mesh import MeshInfo, Others
+from fsdp_jax._move import pad
 
 Array = jax.Array
 Defer = Literal["", "all_reduce", "all", "refuse"]
@@ -38,6 +39,7 @@ class GroupComm:
         mesh: mesh of the group and the roles of its axes.
         dims: cut dim of each member, negative; None for a member kept whole.
         others: per member its dims, negative, that other axes of the mesh cut.
+        paddings: per member the rows of zeros at the end of its cut dim while it rests.
         param_dtype: floating members are cast to it before the gather; None: as is.
         reduce_dtype: gradients are summed in it; None: as they were computed.
         divisors: what the sum over the sharding axes is divided by, and what the sum
@@ -51,6 +53,7 @@ class GroupComm:
     mesh: MeshInfo
     dims: tuple[int | None, ...]
     others: tuple[Others, ...]
+    paddings: tuple[int, ...]
     param_dtype: jnp.dtype | None
     reduce_dtype: jnp.dtype | None
     divisors: tuple[float, float]
@@ -72,8 +75,9 @@ class GroupComm:
 
     def only(self, members: Sequence[int]) -> GroupComm:
         """How some members of the group travel."""
-        dims, others = ([x[i] for i in members] for x in (self.dims, self.others))
-        return dataclasses.replace(self, dims=tuple(dims), others=tuple(others))
+        of_each = self.dims, self.others, self.paddings
+        dims, others, paddings = (tuple(x[i] for i in members) for x in of_each)
+        return dataclasses.replace(self, dims=dims, others=others, paddings=paddings)
 
 
 def cast_floating(x: Array, dtype) -> Array:
@@ -83,6 +87,20 @@ def cast_floating(x: Array, dtype) -> Array:
     return x.astype(dtype)
 
 
+def padded(x: Array, comm: GroupComm, member: int) -> Array:
+    """A full array of a member, with the padding that it rests with."""
+    dim, rows = comm.dims[member], comm.paddings[member]
+    return pad(x, dim, rows) if rows and dim is not None else x
+
+
+def stripped(x: Array, comm: GroupComm, member: int) -> Array:
+    """A gathered array of a member without its padding."""
+    dim, rows = comm.dims[member], comm.paddings[member]
+    if not rows or dim is None:
+        return x
+    return jax.lax.slice(x, [0] * x.ndim, _layout.padded_shape(x.shape, dim, -rows))
+
+
 def small_members(full: Sequence[Any], comm: GroupComm) -> set[int]:
     """Positions of the members that travel packed if there are several, or not at all.
 
@@ -90,8 +108,12 @@ def small_members(full: Sequence[Any], comm: GroupComm) -> set[int]:
         full: arrays of the group when gathered, or their shapes and dtypes.
         comm: how the group travels.
     """
+    shapes = (
+        _layout.padded_shape(x.shape, dim, rows)
+        for x, dim, rows in zip(full, comm.dims, comm.paddings, strict=True)
+    )
     return {
         i
-        for i, (x, dim) in enumerate(zip(full, comm.dims, strict=True))
-        if dim is None or _layout.size_bytes(x.shape, x.dtype) < comm.threshold_bytes
+        for i, (x, shape, dim) in enumerate(zip(full, shapes, comm.dims))
+        if dim is None or _layout.size_bytes(shape, x.dtype) < comm.threshold_bytes
     }

@@ -18,7 +18,8 @@ from rich.text import Text
 from fsdp_jax import _functional, _layout
 from fsdp_jax._batch import mesh_of
 from fsdp_jax._module import original_class
-from fsdp_jax._param import dotted, spec_of
+from fsdp_jax._param import spec_of
+from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import is_sharded
 
 
@@ -31,6 +32,7 @@ class ParamRow:
         shape: full shape.
         local_shape: shape of one device's piece.
         dim: dim that is cut, None if it is whole.
+        padding: rows of zeros at the end of that dim.
         dtype: dtype at rest.
         group: path and class of the module whose group it travels in; `-` if none.
         bytes_per_device: bytes of one device's piece.
@@ -45,6 +47,7 @@ class ParamRow:
     group: str
     bytes_per_device: int
     reason: str
+    padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Description:
 
         for row in self.rows:
             dim = "whole" if row.dim is None else str(row.dim)
+            dim += f", {row.padding} padded" if row.padding else ""
             add(
                 row.path,
                 str(row.shape),
@@ -150,16 +154,25 @@ def describe(model: Any) -> Description:
         if not hasattr(value, "shape"):
             continue
         group, dim = owners.get(id(variable), "-"), None
-        shape, local, reason = _shapes(value, spec, mesh.num_shards)
+        shape, local, reason = _shapes(value, spec)
         if spec is not None:
             dim = None if spec.dim is None else spec.dim + len(shape)
             piece = spec.whole(len(shape)).shard_shape(shape)
             size = _layout.size_bytes(piece, value.dtype)
             gathered[group] = gathered.get(group, 0) + size
         size = _layout.size_bytes(local, value.dtype)
+        padding = spec.padding if spec is not None and not spec.full else 0
         rows.append(
             ParamRow(
-                dotted(path), shape, local, dim, str(value.dtype), group, size, reason
+                dotted(path),
+                shape,
+                local,
+                dim,
+                str(value.dtype),
+                group,
+                size,
+                reason,
+                padding,
             )
         )
     return Description(
@@ -185,25 +198,24 @@ def _owners(model: Any) -> dict[int, str]:
     return owners
 
 
-def _shapes(value: Any, spec: Any, num_shards: int):
+def _shapes(value: Any, spec: ParamSpec | None):
     """Full shape, shape of one device's piece, and why they are the same."""
     shape = tuple(value.shape)
     if spec is None:
         return shape, shape, "not managed: ignored, or outside every group"
-    if spec.is_shard(value):
-        shape = tuple(
-            spec.size if d == spec.dim % len(shape) else s for d, s in enumerate(shape)
-        )
-    elif spec.full and spec.dim is not None and num_shards > 1:
+    shape = spec.shape(value)
+    if spec.full and spec.dim is not None and spec.mesh.num_shards > 1:
         whole = spec.whole(len(shape)).shard_shape(shape)
         return shape, whole, "unsharded at present"
-    return shape, spec.sharding(len(shape)).shard_shape(shape), spec.reason
+    rest = spec.rest_shape(shape)
+    return shape, spec.sharding(len(shape)).shard_shape(rest), spec.reason
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
     """Shape of one device's piece of a parameter or array, such as `(4, 8)`.
 
-    Inside a per-device program that is the shape of the array itself.
+    Inside a per-device program that is the shape of the array itself. It includes
+    padding: `(3, 4)` on every device for 9 rows over 4, though the last one has none.
 
     Args:
         param: an `nnx.Variable`, an array, or a `jax.ShapeDtypeStruct`.

@@ -26,26 +26,24 @@ from fsdp_jax._module import (
     revert,
 )
 from fsdp_jax._param import (
-    ParamSpec,
-    dotted,
     manage,
     release,
     replicate,
     spec_of,
 )
-from fsdp_jax._placement import rest_of
+from fsdp_jax._placement import UNEVEN, PlacementFn, rest_of
 from fsdp_jax._policies import (
     PINNED_HOST,
     UNPINNED_HOST,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    Shard,
 )
 from fsdp_jax._precision import warn_of_layer_dtypes
+from fsdp_jax._spec import ParamSpec, dotted
+from fsdp_jax._stacks import layer_dims
 from fsdp_jax._state import FSDPState, is_sharded
 
 M = TypeVar("M")
-PlacementFn = Callable[[nnx.Variable], Shard | None]
 
 
 def fully_shard(
@@ -58,15 +56,17 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Any = None,
     dp_mesh_dims: Any = None,
+    uneven: str = "auto",
 ) -> M:
     """Shard a module's parameters over a mesh, in place, as one communication group.
 
     The group is every parameter (`nnx.Param` and subclasses) below `module` that no
     earlier call on a submodule took: call it on the layers first, on the root last.
-    Each rests as its shard along dim 0; if that dim does not divide by the number of
-    devices, along the largest one that does; if none does it stays whole, which
-    `describe(module)` reports. The parameters are gathered when the module is called
-    and freed after. All other Variables are placed whole on every device of the mesh.
+    Each rests as its shard along dim 0, or the first one that does not count layers;
+    `uneven` says what happens if that dim does not divide by the number of devices.
+    Scalars stay whole. `describe(module)` reports all that. The parameters are gathered
+    when the module is called and freed after. All other Variables are placed whole on
+    every device of the mesh.
 
     Args:
         module: an NNX module, or a list or tuple of modules that become one group each.
@@ -77,7 +77,7 @@ def fully_shard(
             False: keep until backward. An int k >= 1: keep for k forwards. None: True,
             but False for whichever sharded module is outermost in a call.
         shard_placement_fn: given a parameter's Variable, returns `Shard(dim)` to cut
-            another dim, or None for the default.
+            another dim, or None for the default; such as `largest_dim`.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
         offload_policy: `CPUOffloadPolicy()` lets shards rest in host memory.
         ignored_params: parameters to leave whole: a list or tuple of Variables, or an
@@ -85,6 +85,10 @@ def fully_shard(
         dp_mesh_dims: which axes of `mesh` cut and which copy, by name. With axes left
             over, such as a tensor parallel one, every parameter must be on the mesh
             already, cut over none but those; it is then cut within its pieces.
+        uneven: for dims that do not divide. `"auto"`: cut the largest dim that does; if
+            none does the parameter stays whole. `"pad"`: cut that dim all the same, at
+            rest with rows of zeros at its end, which a Variable does not show. It is
+            for any number of devices. `"error"`: raise.
 
     Returns:
         The object that was given.
@@ -92,11 +96,13 @@ def fully_shard(
     Raises:
         RuntimeError: a module was sharded before, is listed twice, or lies in a module
             that was.
-        ValueError: a container without a call, a parameter without dims or without an
-            array, a parameter tied across two groups, a bad integer, mesh or placement.
+        ValueError: a container without a call, a parameter without an array, a
+            parameter tied across two groups, a bad integer, mesh, placement or
+            `uneven`; a dim that does not divide, with `uneven="error"`.
         TypeError: an argument of the wrong type.
-        NotImplementedError: an argument that is not supported yet, or `Shard(d)` with
-            d > 0 on a dim that does not divide.
+        NotImplementedError: an argument that is not supported yet; `Shard(d)` with
+            d > 0 on a dim that does not divide, unless padded; padding a dim that other
+            axes cut too.
         In every case nothing has been changed.
 
     Warns:
@@ -115,6 +121,10 @@ def fully_shard(
             "fully_shard: shard_placement_fn must be callable, got "
             f"{type(shard_placement_fn).__name__}."
         )
+    if uneven not in UNEVEN:
+        raise ValueError(
+            f"fully_shard: uneven must be one of {UNEVEN}, got {uneven!r}."
+        )
     ignored = _ignored_predicate(ignored_params)
     info = resolve_mesh(mesh, dp_mesh_dims)
     _check_memory(offload_policy, info)
@@ -125,8 +135,14 @@ def fully_shard(
         offload_policy=offload_policy,
         threshold_bytes=_layout.PACKING_THRESHOLD_BYTES,
     )
-    kind = offload_policy.memory_kind
-    plans = _plan(modules, info, ignored, shard_placement_fn, kind)
+    place = functools.partial(
+        rest_of,
+        info=info,
+        placement_fn=shard_placement_fn,
+        memory_kind=offload_policy.memory_kind,
+        uneven=uneven,
+    )
+    plans = _plan(modules, ignored, place)
     managed = [variable for plan in plans for variable, _ in plan.managed]
     warn_of_layer_dtypes(modules, managed, mp_policy, stacklevel=2)
     _apply(plans, state)
@@ -262,7 +278,7 @@ def _ignored_predicate(ignored: Any) -> Callable[[tuple, Any], bool]:
         ) from None
 
 
-def _plan(modules, info: MeshInfo, ignored, placement_fn, kind) -> list[_Plan]:
+def _plan(modules, ignored, place) -> list[_Plan]:
     """Decide everything, inner modules first, without changing anything."""
     below = {id(m): {id(x) for _, x in _functional.walk(m)} for m in modules}
     order = sorted(modules, key=lambda m: len(below[id(m)]))
@@ -272,15 +288,13 @@ def _plan(modules, info: MeshInfo, ignored, placement_fn, kind) -> list[_Plan]:
         inner = {
             id(m) for m in modules if m is not module and id(m) in below[id(module)]
         }
-        place = functools.partial(
-            rest_of, info=info, placement_fn=placement_fn, memory_kind=kind
-        )
         plans.append(_plan_one(module, inner, ignored, place, taken))
     return plans
 
 
 def _plan_one(module, inner, ignored, place, taken) -> _Plan:
     managed, replicated = [], []
+    layers = layer_dims(module)
     own = list(_own(module, inner))
     _check_not_taken(module, own, taken)
     for path, variable in own:
@@ -289,7 +303,8 @@ def _plan_one(module, inner, ignored, place, taken) -> _Plan:
             continue
         name = dotted(path)
         taken[id(variable)] = name
-        managed.append((variable, place(name, variable)))
+        count = layers.get(id(variable), 0)
+        managed.append((variable, place(name, variable, layers=count)))
     return _Plan(module, managed, replicated)
 
 
@@ -361,9 +376,9 @@ def _undo(variable: nnx.Variable) -> Callable[[], None]:
 
     In several processes it is kept: shards cannot be put on one device again there.
     """
-    value = variable.get_raw_value()
+    value, metadata = variable.get_raw_value(), dict(variable._var_metadata)
     concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     if concrete and jax.process_count() == 1:
         sharding = value.sharding
-        return lambda: release(variable, None, sharding)
-    return lambda: release(variable, value, None)
+        return lambda: release(variable, None, sharding, metadata)
+    return lambda: release(variable, value, None, metadata)

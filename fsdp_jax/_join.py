@@ -17,7 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _collectives, _functional
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ParamSpec, dotted, spec_of
+from fsdp_jax._move import place
+from fsdp_jax._param import spec_of
+from fsdp_jax._spec import ParamSpec, dotted
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -73,6 +75,12 @@ class Slot:
     def managed(self) -> bool:
         """Whether a group manages it."""
         return self.param is not None
+
+    def placed(self, x: Any) -> Any:
+        """The array as the program takes it; an unsharded one may lack its padding."""
+        if self.param is not None and self.param.padding and self.param.fits(x):
+            return self.param.marked(False).settled(x)
+        return place(x, self.rest)
 
 
 def slots_of(state: Any, mesh: MeshInfo) -> tuple[Slot, ...]:

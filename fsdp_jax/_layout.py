@@ -23,9 +23,12 @@ latency, and `FSDPModule.set_packing_threshold_bytes` moves the line per group.
 
 
 def choose_dim(
-    shape: Sequence[int], num_shards: int, blocks: Sequence[int] = ()
+    shape: Sequence[int],
+    num_shards: int,
+    blocks: Sequence[int] = (),
+    first: int | None = None,
 ) -> tuple[int | None, str]:
-    """Choose the dim to cut: dim 0, else the largest other one that divides.
+    """Choose the dim to cut: the first one, else the largest other one that divides.
 
     Dims count from the end, so that a slice of a stacked parameter is cut alike.
 
@@ -33,6 +36,7 @@ def choose_dim(
         shape: full shape, at least one dim.
         num_shards: devices to cut over.
         blocks: per dim, into how many pieces something else cuts it; empty for none.
+        first: the first dim that may be cut; those before it count layers. None: all.
 
     Returns:
         The dim, negative, and an empty reason; or None and why it stays whole.
@@ -41,12 +45,33 @@ def choose_dim(
     if 0 in shape:
         return None, f"shape {tuple(shape)} has no elements"
     blocks = blocks or [1] * ndim
-    fits = [d for d in range(ndim) if shape[d] % (num_shards * blocks[d]) == 0]
+    start = 0 if first is None else first % ndim
+    fits = [d for d in range(start, ndim) if shape[d] % (num_shards * blocks[d]) == 0]
     if not fits:
         within = f" within its {tuple(blocks)} pieces" if max(blocks) > 1 else ""
-        return None, f"no dim of {tuple(shape)} divides by {num_shards}{within}"
-    best = 0 if fits[0] == 0 else max(fits, key=lambda d: shape[d])
+        which = f"no dim of {tuple(shape)}" + (" but its layers" if start else "")
+        return None, f"{which} divides by {num_shards}{within}"
+    best = start if fits[0] == start else max(fits, key=lambda d: shape[d])
     return best - ndim, ""
+
+
+def padding_for(size: int, num_shards: int) -> int:
+    """Rows to add to `size` rows so that they divide by the number of devices.
+
+    Each device then has as many rows as the first one has of PyTorch's chunks: 9 rows
+    over 4 devices are 3, 3, 3 and 0, and 3 of padding.
+    """
+    return -size % num_shards
+
+
+def padded_shape(
+    shape: Sequence[int], dim: int | None, padding: int
+) -> tuple[int, ...]:
+    """A shape with rows added along `dim`."""
+    if dim is None:
+        return tuple(shape)
+    dim %= len(shape)
+    return tuple(s + padding if d == dim else s for d, s in enumerate(shape))
 
 
 def shard_shape(shape: Sequence[int], dim: int | None, num_shards: int):

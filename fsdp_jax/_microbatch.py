@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from fsdp_jax import _loss
 from fsdp_jax._dependence import depends_on, evaluate
 from fsdp_jax._move import memory_space
-from fsdp_jax._param import dotted
+from fsdp_jax._spec import dotted
 from fsdp_jax._user import Call, Outcome
 
 Array = jax.Array

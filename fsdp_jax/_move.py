@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
+from fsdp_jax._layout import padded_shape
 from fsdp_jax._policies import PINNED_HOST
 
 
@@ -53,6 +54,40 @@ def place(value: Any, target: NamedSharding) -> Any:
     if isinstance(value, Tracer) and AxisType.Explicit not in target.mesh.axis_types:
         return value
     return move(value, target)
+
+
+def pad(value: Any, dim: int, rows: int) -> Any:
+    """Add rows of zeros at the end of a dim of a value of any kind."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(padded_shape(value.shape, dim, rows), value.dtype)
+    widths = [(0, 0)] * value.ndim
+    widths[dim] = (0, rows)
+    if isinstance(value, np.ndarray):
+        return np.pad(value, widths)
+    return jnp.pad(value, widths)
+
+
+def strip(value: Any, dim: int, rows: int, whole: NamedSharding) -> Any:
+    """Take rows away at the end of a dim of a value that rests.
+
+    On the devices. XLA keeps a traced one cut, on axes of which JAX lets it decide;
+    else it comes whole: JAX refuses arrays whose rows do not divide.
+
+    Args:
+        value: of any kind.
+        dim: from which dim.
+        rows: how many.
+        whole: the sharding of the whole array.
+    """
+    shape = padded_shape(value.shape, dim, -rows)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, value.dtype, sharding=whole)
+    if isinstance(value, Tracer) and AxisType.Explicit not in whole.mesh.axis_types:
+        if is_away(value):
+            value = jax.device_put(value, jax.memory.Space.Device)
+    else:
+        value = move(value, whole)
+    return jax.lax.slice(value, [0] * len(shape), shape)
 
 
 def memory_space(value: Any) -> Any:

@@ -83,7 +83,9 @@ def _sharding(leaf: Any, x: Any) -> NamedSharding | None:
     if isinstance(found, NamedSharding) and isinstance(found.mesh, Mesh):
         return found
     spec = spec_of(leaf)
-    if spec is None or not isinstance(x, Tracer) or not spec.fits(x):
+    if spec is None or not isinstance(x, Tracer):
+        return None
+    if not (spec.fits(x) if spec.full else spec.rests(x)):
         return None
     return spec.present(jnp.ndim(x))
 

@@ -16,8 +16,9 @@ from jax.core import Tracer
 
 from fsdp_jax import _batch, _functional
 from fsdp_jax._host_update import on_host
+from fsdp_jax._moments import settle_moment, unpadded
 from fsdp_jax._move import move
-from fsdp_jax._param import settle_moment, spec_of
+from fsdp_jax._param import spec_of
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
 
@@ -50,7 +51,7 @@ class Optimizer(nnx.Optimizer):
         )
         kinds = _kinds(model)
         made = _on_shapes(tx) if mesh.compile_only else _elsewhere(tx) if kinds else tx
-        super().__init__(model, made, wrt=wrt)
+        super().__init__(model, _of_own_values(made), wrt=wrt)
         self.tx = on_host(tx) if PINNED_HOST in kinds else tx
         for _, variable in _functional.walk(self):
             if isinstance(variable, nnx.Variable):
@@ -76,7 +77,47 @@ class Optimizer(nnx.Optimizer):
                 "all-reduce is off). Reduce them first, with value_and_grad(...)(..., "
                 "pending=p) or model.synchronize_gradients(p)."
             )
-        return super().update(model, grads, **kwargs)
+        params = nnx.state(model, self.wrt)
+        updates, new_state = self.tx.update(
+            _own_values(nnx.state(grads, self.wrt), like=params),
+            _own_values(self.opt_state),
+            own := _own_values(params),
+            **nnx.as_pure(kwargs),
+        )
+        nnx.update(model, optax.apply_updates(own, updates))
+        nnx.update(self.opt_state, nnx.state(new_state))
+        self.step[...] += 1
+        return updates
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _own_values(tree: Any, like: Any = None) -> Any:
+    """A tree of arrays, as `nnx.as_pure` makes it, without padding.
+
+    Args:
+        tree: of Variables or arrays.
+        like: a tree of the Variables that arrays belong to, in the same order; None
+            for `tree` itself.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
+    owners = jax.tree.leaves(tree if like is None else like, is_leaf=_is_variable)
+    own = [nnx.as_pure(x) for x in leaves]
+    for i, owner in enumerate(owners[: len(own)]):
+        if spec := spec_of(owner):
+            own[i] = spec.stripped(own[i])
+    return jax.tree.unflatten(treedef, own)
+
+
+def _of_own_values(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation with an `init` on parameters without padding."""
+
+    def init(params: Any) -> Any:
+        return tx.init(jax.tree.map(unpadded, params, is_leaf=_is_variable))
+
+    return optax.GradientTransformation(init, tx.update)
 
 
 def _kinds(model: Any) -> set[str]:

@@ -7,95 +7,34 @@ live here: anything about several parameters at once.
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import functools
+import sys
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from fsdp_jax._local import Local
-from fsdp_jax._mesh import MeshInfo, Others
+from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import move
-from fsdp_jax._policies import UNPINNED_HOST
+from fsdp_jax._spec import ParamSpec
 
 METADATA = "fsdp"
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 WRITTEN = "fsdp_written"  # by the user, while full
+OUT_SHARDING = "out_sharding"  # what NNX calls the spec of a Variable
+
+# What a shard, or a padded array, answers as the parameter itself would.
 _SAME_FOR_A_SHARD = frozenset({"dtype", "ndim", "weak_type", "sharding"})
-Path = tuple[Any, ...]
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class ParamSpec:
-    """How a managed parameter rests. Static metadata of its Variable.
-
-    Attributes:
-        path: dotted name, from the module of the `fully_shard` call.
-        dim: dim that is cut, counted from the end and so negative; None for whole.
-        size: full size of that dim; 0 for whole.
-        mesh: mesh and the roles of its axes.
-        reason: why it stays whole; empty if it is cut.
-        full: whether the Variable holds the full array at present.
-        others: dims, from the end, and the other axes that they are cut over.
-        memory_kind: where it rests; None for device memory.
-    """
-
-    path: str
-    dim: int | None
-    size: int
-    mesh: MeshInfo
-    reason: str = ""
-    full: bool = False
-    others: Others = ()
-    memory_kind: str | None = None
-
-    def __repr__(self) -> str:
-        place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
-        return f"ParamSpec({self.path!r}, {place}, over {self.mesh.num_shards})"
-
-    def is_shard(self, value: Any) -> bool:
-        """Whether `value` is one device's piece, as a per-device program sees it."""
-        shape, n = getattr(value, "shape", ()), self.mesh.num_shards
-        if self.dim is None or n == 1 or len(shape) < -self.dim:
-            return False
-        return shape[self.dim] * n == self.size
-
-    def fits(self, value: Any) -> bool:
-        """Whether `value` has the full size on the dim that is cut."""
-        if self.dim is None:
-            return True
-        return value.ndim >= -self.dim and value.shape[self.dim] == self.size
-
-    def marked(self, full: bool) -> ParamSpec:
-        """This spec, for a Variable that holds the full array or not."""
-        return self if self.full == full else dataclasses.replace(self, full=full)
-
-    @property
-    def cut(self) -> bool:
-        """Whether it must be gathered, or brought to the devices, to be used."""
-        away = self.mesh.num_shards > 1 or self.memory_kind is not None
-        return self.dim is not None and away
-
-    @property
-    def blocks(self) -> int:
-        """Into how many pieces other axes cut the dim, each of which is cut again."""
-        axes = [axes for dim, axes in self.others if dim == self.dim]
-        return self.mesh.size(axes[0] if axes and self.cut else ())
-
-    def sharding(self, ndim: int) -> NamedSharding:
-        """The sharding at rest of a value with `ndim` dims."""
-        return self.mesh.sharding(ndim, self.dim, self.others, self.memory_kind)
-
-    def whole(self, ndim: int) -> NamedSharding:
-        """The sharding of the full array, on the devices."""
-        return self.mesh.sharding(ndim, None, self.others)
-
-    def present(self, ndim: int) -> NamedSharding:
-        """The sharding that the Variable's value has now: whole while it is full."""
-        return self.whole(ndim) if self.full else self.sharding(ndim)
+# Where the data lies, which is asked of the array at rest, padding and all.
+_OF_THE_DATA = frozenset(
+    "addressable_data addressable_shards block_until_ready committed "
+    "copy_to_host_async delete device devices global_shards is_deleted "
+    "is_fully_addressable is_fully_replicated on_device_size_in_bytes".split()
+)
 
 
 class ShardReadError(RuntimeError):
@@ -123,22 +62,83 @@ class ShardReadError(RuntimeError):
         )
 
 
+class _Entries(tuple):
+    """Entries of a PartitionSpec, all alike: graphs do not differ by them.
+
+    They follow from the `ParamSpec` and the number of dims, which is another one in a
+    scan over a stack.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Entries)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class ManagedVariable(nnx.Variable):
     """Base of the Variable classes of managed parameters: the guard and the placement.
 
     Reading a shard as if it were the parameter raises; a value written from outside is
-    put where the parameter rests.
+    put where the parameter rests. Padding is seen by nobody who reads or writes the
+    Variable. Raw values, which are what goes through `jax.jit`, `jax.tree.map` and
+    `nnx.as_pure`, have it.
     """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        self._refuse_shard()
+        spec, value = self._spec(), self.get_raw_value()
+        return value.shape if spec is None else spec.shape(value)
 
     def get_value(self, **kwargs: Any) -> Any:
         self._refuse_shard()
-        return super().get_value(**kwargs)
+        if not self._padded() or _asked_by_nnx_optimizer():
+            return super().get_value(**kwargs)
+        return self._as_original(self._stripped()).get_value(**kwargs)
+
+    def create_value(self, value: Any) -> Any:
+        self._var_metadata.pop(OUT_SHARDING, None)
+        spec = self._spec()
+        held = spec is not None and (spec.fits(value) or spec.rests(value))
+        return spec.settled(value) if spec is not None and held else value
+
+    def get_metadata(self, name: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in NNX; as the spec the one by which the value really is cut.
+
+        The names that model code gave may be logical ones, or of another mesh.
+        """
+        spec, value = self._spec(), self.get_raw_value()
+        if spec is None or name not in (None, OUT_SHARDING):
+            named = () if name is None else (name,)
+            return super().get_metadata(*named, *args, **kwargs)
+        ndim = getattr(value, "ndim", 0)  # alike for shards and full arrays
+        cut = ndim >= -(spec.dim or 0)
+        found = _Entries(spec.present(ndim).spec if cut else ())
+        if name == OUT_SHARDING:
+            return tuple(found)
+        return super().get_metadata(*args, **kwargs) | {OUT_SHARDING: found}
+
+    def set_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().set_metadata(*args, **kwargs)
+        self._var_metadata.pop(OUT_SHARDING, None)
+
+    @classmethod
+    def _new(cls, value: Any, metadata: dict[str, Any]) -> Any:
+        metadata.pop(OUT_SHARDING, None)
+        return super()._new(value, metadata)
+
+    def copy_from(self, other: nnx.Variable) -> None:
+        super().copy_from(other)
+        self._var_metadata.pop(OUT_SHARDING, None)
 
     def __getattr__(self, name: str) -> Any:
         metadata = object.__getattribute__(self, "_var_metadata")
         if name not in metadata and name not in _SAME_FOR_A_SHARD:
             if hasattr(self.get_raw_value(), name):
                 self._refuse_shard()
+            if self._padded() and name not in _OF_THE_DATA:
+                return getattr(self.get_value(), name)
         return super().__getattr__(name)
 
     def __nnx_repr__(self) -> Any:
@@ -149,8 +149,26 @@ class ManagedVariable(nnx.Variable):
 
     def _plain(self) -> nnx.Variable:
         """The same value in the original class, which shows shards too."""
+        return self._as_original(self.get_raw_value())
+
+    def _as_original(self, value: Any) -> nnx.Variable:
+        """A Variable of the original class."""
         original = original_class(type(self))
-        return original.from_metadata(self.get_raw_value(), dict(self.get_metadata()))
+        return original.from_metadata(value, dict(self._var_metadata))
+
+    def _spec(self) -> ParamSpec | None:
+        return self._var_metadata.get(METADATA)
+
+    def _padded(self) -> bool:
+        """Whether it rests with rows that are not its own."""
+        spec = self._spec()
+        return spec is not None and spec.pads(self.get_raw_value())
+
+    def _stripped(self) -> Any:
+        """The value at rest without padding."""
+        spec = self._spec()
+        assert spec is not None
+        return spec.stripped(self.get_raw_value())
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
         spec = self.get_metadata(METADATA, None)
@@ -160,7 +178,14 @@ class ManagedVariable(nnx.Variable):
                 "where the module holds a gathered copy that is dropped again. Write "
                 "to it outside of value_and_grad and shard_map."
             )
-        super().set_value(value, **kwargs)
+        before = self.get_raw_value()
+        if self._padded() and "index" in kwargs:
+            install(self, self._stripped())
+        try:
+            super().set_value(value, **kwargs)
+        except BaseException:
+            install(self, before)
+            raise
         if spec is not None and spec.full:
             self._var_metadata[WRITTEN] = True
         self._settle()
@@ -176,6 +201,7 @@ class ManagedVariable(nnx.Variable):
             given = self.get_metadata(METADATA, None)
             if not isinstance(given, ParamSpec) or given.marked(own.full) != own:
                 self._var_metadata[METADATA] = own  # another model's, or none
+        self._var_metadata.pop(OUT_SHARDING, None)
         self._settle()
 
     def _refuse_shard(self) -> None:
@@ -187,21 +213,37 @@ class ManagedVariable(nnx.Variable):
             raise ShardReadError(self, spec, tuple(value.shape))
 
     def _settle(self) -> None:
-        """Put a concrete value where the parameter rests, or whole while it is full."""
-        spec, value = self.get_metadata(METADATA, None), self.get_raw_value()
-        if not isinstance(value, (jax.Array, np.ndarray)) or isinstance(value, Tracer):
+        """Put a value where the parameter rests, or whole while it is full.
+
+        Of traced and abstract ones only those without the padding that they need.
+        """
+        spec, value = self._spec(), self.get_raw_value()
+        if spec is None or not isinstance(value, _ARRAYS):
             return
-        if spec is None or not spec.fits(value):
-            return
-        target = spec.present(value.ndim)
-        if getattr(value, "sharding", None) != target:
-            install(self, move(value, target))
+        bare = bool(spec.padding) and not spec.full and spec.fits(value)
+        concrete = isinstance(value, (jax.Array, np.ndarray))
+        if not concrete or isinstance(value, Tracer):
+            if bare and not spec.mesh.per_device():
+                install(self, spec.settled(value))
+        elif bare or (spec.fits(value) if spec.full else spec.rests(value)):
+            if bare or getattr(value, "sharding", None) != spec.present(value.ndim):
+                install(self, spec.settled(value))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        metadata = dict(self.get_metadata())
+        metadata = dict(self._var_metadata)
         spec = metadata[METADATA] = metadata[METADATA].marked(False)  # loaded as shards
         value = to_host(self.get_raw_value(), f"parameter {spec.path!r}")
         return _rebuild_variable, (type(self).__bases__[1], value, metadata)
+
+
+def _asked_by_nnx_optimizer() -> bool:
+    """Whether `nnx.Optimizer` asks for the value of a moment that it made.
+
+    It makes moments from raw values and updates them with raw values, but in between it
+    takes them by `get_value` (flax 0.12). Padded, they are cut as their parameters.
+    """
+    caller = sys._getframe(2)
+    return caller.f_globals.get("__name__") == "flax.nnx.training.optimizer"
 
 
 class _ManagedMeta(type(nnx.Variable)):
@@ -231,7 +273,7 @@ copyreg.pickle(_ManagedMeta, _reduce_class)
 def _rebuild_variable(original, value, metadata) -> nnx.Variable:
     variable = managed_class(original).from_metadata(value, metadata)
     if isinstance(value, (np.ndarray, jax.ShapeDtypeStruct)):
-        install(variable, move(value, metadata[METADATA].sharding(value.ndim)))
+        install(variable, metadata[METADATA].settled(value))
     return variable
 
 
@@ -274,9 +316,17 @@ def check_own_trace(variable: nnx.Variable, value: Any, asked: str) -> None:
 
 def manage(variable: nnx.Variable, spec: ParamSpec) -> None:
     """Turn a parameter's Variable, in place, into a managed one that rests as told."""
-    install(variable, move(variable.get_raw_value(), spec.sharding(variable.ndim)))
-    object.__setattr__(variable, "__class__", managed_class(type(variable)))
+    install(variable, spec.settled(variable.get_raw_value()))
+    guard(variable)
     variable._var_metadata[METADATA] = spec
+    variable._var_metadata.pop(OUT_SHARDING, None)
+    # Copies of it, such as moments, are cut already, and by another mesh's names never.
+    variable._var_metadata["eager_sharding"] = False
+
+
+def guard(variable: nnx.Variable) -> None:
+    """Give a Variable, in place, the managed subclass of its class."""
+    object.__setattr__(variable, "__class__", managed_class(type(variable)))
 
 
 def replicate(variable: nnx.Variable, mesh: MeshInfo) -> None:
@@ -291,24 +341,6 @@ def replicate(variable: nnx.Variable, mesh: MeshInfo) -> None:
         return move(x, mesh.whole_like(x))
 
     install(variable, jax.tree.map(place, variable.get_raw_value()))
-
-
-def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
-    """Put optimizer state on the mesh: cut as the parameter it was made for, or whole.
-
-    NNX copies a parameter's metadata to its moments, the spec among it.
-    """
-    spec, value = variable.get_metadata(METADATA, None), variable.get_raw_value()
-    if mesh.compile_only and isinstance(value, jax.Array):
-        value = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or mesh.per_device():
-        return
-    like = isinstance(spec, ParamSpec) and bool(value.ndim) and spec.fits(value)
-    target = spec.sharding(value.ndim) if like else mesh.sharding(value.ndim, None)
-    install(variable, move(value, target))
-    if like and spec.memory_kind == UNPINNED_HOST:
-        # Compiled programs return it in device memory: this class puts it back.
-        object.__setattr__(variable, "__class__", managed_class(type(variable)))
 
 
 def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
@@ -330,16 +362,18 @@ def mark(variable: nnx.Variable, full: bool) -> None:
     variable._var_metadata[METADATA] = variable._var_metadata[METADATA].marked(full)
 
 
-def release(variable: nnx.Variable, value: Any, sharding: Any) -> None:
-    """Undo `manage`: give a Variable its class and value back."""
+def release(
+    variable: nnx.Variable, value: Any, sharding: Any, metadata: dict[str, Any]
+) -> None:
+    """Undo `manage`: give a Variable its class, metadata and value back."""
+    if value is None:
+        managed = isinstance(variable, ManagedVariable)
+        value = variable.get_value() if managed else variable.get_raw_value()
+        if value.sharding != sharding:
+            value = jax.device_put(value, sharding)
     if isinstance(variable, ManagedVariable):
         object.__setattr__(variable, "__class__", original_class(type(variable)))
-        variable._var_metadata.pop(METADATA, None)
-    if value is None:
-        value = variable.get_raw_value()
-        if value.sharding == sharding:
-            return
-        value = jax.device_put(value, sharding)
+        object.__setattr__(variable, "_var_metadata", metadata)
     install(variable, value)
 
 
@@ -353,8 +387,3 @@ def spec_of(variable: Any) -> ParamSpec | None:
     if isinstance(variable, ManagedVariable):
         return variable.get_metadata(METADATA, None)
     return None
-
-
-def dotted(path: Path) -> str:
-    """A path as users write it: `('blocks', 3, 'scale')` is `blocks.3.scale`."""
-    return ".".join(str(part) for part in path)

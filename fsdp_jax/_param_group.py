@@ -21,8 +21,9 @@ from fsdp_jax import _collectives
 from fsdp_jax._comm import GroupComm, cast_floating
 from fsdp_jax._local import shard_in
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._move import constrain, move, mover, to_rest
-from fsdp_jax._param import METADATA, WRITTEN, ParamSpec, check_own_trace, install, mark
+from fsdp_jax._move import constrain, mover, pad, to_rest
+from fsdp_jax._param import METADATA, WRITTEN, check_own_trace, install, mark
+from fsdp_jax._spec import ParamSpec
 
 
 @dataclasses.dataclass
@@ -85,11 +86,12 @@ class ParamGroup:
                     "layer dim of a stack away. Cut another dim: fully_shard(..., "
                     "shard_placement_fn=lambda p: Shard(1))."
                 )
-            if value.shape[spec.dim] * spec.mesh.num_shards != spec.size:
+            size = spec.rest_size // spec.mesh.num_shards
+            if value.shape[spec.dim] != size:
                 raise ValueError(
                     f"parameter {spec.path!r} entered this per-device program with "
                     f"shape {tuple(value.shape)}; its shard has dim {spec.dim} of "
-                    f"{spec.size // spec.mesh.num_shards}. Give shard_map the in_spec "
+                    f"{size}. Give shard_map the in_spec "
                     f"{spec.mesh.spec(value.ndim, spec.dim)} for it, or pass the "
                     "model to fsdp_jax.shard_map as an argument, not by closure."
                 )
@@ -115,7 +117,8 @@ class ParamGroup:
             return []
         targets = tuple(s.whole(v.ndim) for v, s in zip(values, self.specs))
         cast = [cast_floating(v, dtype) for v in values]
-        return list(mover(targets)(*cast))
+        full = mover(targets)(*cast)
+        return [s.stripped(v) for v, s in zip(full, self.specs, strict=True)]
 
     def is_traced(self) -> bool:
         """Whether a value is being traced, or would be as soon as it is used."""
@@ -163,7 +166,7 @@ class ParamGroup:
                     new = old
                 elif isinstance(new, (jax.Array, np.ndarray)):
                     spec = variable.get_metadata(METADATA).marked(was_full)
-                    new = move(jnp.asarray(new, old.dtype), spec.present(new.ndim))
+                    new = spec.settled(jnp.asarray(new, old.dtype))
                 install(variable, new)
             self.mark(was_full)
 
@@ -173,7 +176,7 @@ class ParamGroup:
             return value
         if spec.mesh.per_device():
             return _collectives.own_shard(value, comm)
-        return move(value, spec.sharding(value.ndim))
+        return spec.marked(False).settled(value)
 
 
 def _gather_traced(
@@ -187,13 +190,16 @@ def _gather_traced(
 
     def to_full(x):
         # Pinned before the cast moves: else the partitioner gathers, then casts.
-        return constrain(cast_floating(constrain(x, on_device), dtype), whole)
+        full = constrain(cast_floating(constrain(x, on_device), dtype), whole)
+        return spec.stripped(full)
 
     if not jnp.issubdtype(own_dtype, jnp.inexact):
         return to_full(value)
 
     def backward(_, ct):
         in_backward()
+        if spec.dim is not None and spec.padding:
+            ct = pad(ct, spec.dim, spec.padding)
         grad = constrain(ct, on_device).astype(own_dtype)
         return (to_rest(grad, spec.memory_kind),)
 

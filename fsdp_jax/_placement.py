@@ -15,16 +15,41 @@ from jax.sharding import Mesh, NamedSharding
 
 from fsdp_jax import _layout
 from fsdp_jax._mesh import MeshInfo, Others
-from fsdp_jax._param import ParamSpec
 from fsdp_jax._policies import Shard
+from fsdp_jax._spec import ParamSpec
+from fsdp_jax._stacks import named_layer_dims
+
+PlacementFn = Callable[[Any], Shard | None]
+UNEVEN = ("auto", "pad", "error")
+
+
+def largest_dim(param: Any) -> Shard | None:
+    """A `shard_placement_fn` that cuts the largest dim, the first one of equals.
+
+    For parameters whose dim 0 is small or odd, such as convolution kernels `(height,
+    width, in, out)`. A layer dim that NNX metadata names is left out.
+
+    Args:
+        param: a parameter's Variable.
+
+    Returns:
+        `Shard(dim)`; None for a scalar.
+
+    Source: README, "Which dim is cut"; PyTorch has no default but dim 0.
+    """
+    shape, layers = tuple(param.shape), named_layer_dims(param)
+    dims = range(layers, len(shape))
+    return Shard(max(dims, key=lambda d: shape[d])) if dims else None
 
 
 def rest_of(
     name: str,
     variable: Any,
     info: MeshInfo,
-    placement_fn: Callable[[Any], Shard | None] | None,
+    placement_fn: PlacementFn | None,
     memory_kind: str | None,
+    uneven: str,
+    layers: int,
 ) -> ParamSpec:
     """Decide how one parameter rests.
 
@@ -34,6 +59,8 @@ def rest_of(
         info: mesh and the roles of its axes.
         placement_fn: as the user gave it.
         memory_kind: of the memory that it rests in; None for device memory.
+        uneven: what to do where a dim does not divide, one of `UNEVEN`.
+        layers: how many of its leading dims count layers.
 
     Raises:
         ValueError, NotImplementedError: it cannot rest on this mesh, or not as asked.
@@ -45,16 +72,60 @@ def rest_of(
             f"fully_shard: parameter {name!r} holds a {type(value).__name__}, not an "
             "array. Pass it in ignored_params."
         )
-    if not value.shape:
-        raise ValueError(
-            f"fully_shard: parameter {name!r} has no dimensions, so there is no dim 0 "
-            "to cut. Give it shape (1,), or pass it in ignored_params."
-        )
     n, shape = info.num_shards, tuple(value.shape)
-    where: dict[str, Any] = {
-        "others": _others(name, value, info),
-        "memory_kind": memory_kind,
-    }
+    asked = _asked(name, variable, shape, placement_fn)
+    others = _others(name, value, info)
+
+    def spec(dim: int | None, reason: str = "", padding: int = 0) -> ParamSpec:
+        size = shape[dim] if dim is not None else 0
+        where: dict[str, Any] = {"others": others, "memory_kind": memory_kind}
+        return ParamSpec(name, dim, size, info, reason, padding=padding, **where)
+
+    if not shape:
+        return spec(None, "a scalar has no dim to cut")
+    if not info.shard_axes:
+        return spec(None, "no axis of the mesh shards")
+    by_dim = dict(others)
+    blocks = [info.size(by_dim.get(d, ())) for d in range(-len(shape), 0)]
+    if 0 in shape:
+        return spec(None, f"shape {shape} has no elements")
+    first = layers - len(shape)
+    explicit = asked is not None and asked.dim not in (0, -len(shape))
+    dim = asked.dim % len(shape) - len(shape) if asked and explicit else first
+    if first >= 0:
+        return spec(None, f"all dims of {shape} count layers")
+    pieces = n * blocks[dim]
+    if shape[dim] % pieces == 0:
+        return spec(dim)
+    if uneven == "pad":
+        if blocks[dim] > 1:
+            raise NotImplementedError(
+                f"fully_shard: parameter {name!r} of shape {shape} is cut over "
+                f"{by_dim[dim]} on dim {dim}, and its pieces do not divide over {n} "
+                "devices. uneven='pad' cannot pad within pieces: use uneven='auto', or "
+                "cut another dim with shard_placement_fn."
+            )
+        return spec(dim, padding=_layout.padding_for(shape[dim], n))
+    if uneven == "error" or explicit:
+        where = f" in each of {blocks[dim]} pieces" if blocks[dim] > 1 else ""
+        raise (NotImplementedError if explicit else ValueError)(
+            f"fully_shard: parameter {name!r} of shape {shape} is to be cut on dim "
+            f"{dim + len(shape)}, but {shape[dim]} does not divide over {n} devices"
+            f"{where}. Use uneven='pad', or cut another dim with shard_placement_fn"
+            + (", or uneven='auto'." if uneven == "error" and not explicit else ".")
+        )
+    chosen, reason = _layout.choose_dim(shape, n, blocks, first)
+    return spec(chosen, reason)
+
+
+def _asked(
+    name: str, variable: Any, shape: tuple[int, ...], placement_fn: PlacementFn | None
+) -> Shard | None:
+    """What the user's function says of a parameter.
+
+    Raises:
+        ValueError: no placement, or one on a dim that the parameter does not have.
+    """
     asked = placement_fn(variable) if placement_fn is not None else None
     if asked is not None and not isinstance(asked, Shard):
         raise ValueError(
@@ -62,28 +133,12 @@ def rest_of(
             f"{name!r}. Return Shard(dim) or None."
         )
     if asked is not None and not -len(shape) <= asked.dim < len(shape):
+        advice = f"one of 0 to {len(shape) - 1}" if shape else "None for a scalar"
         raise ValueError(
             f"fully_shard: shard_placement_fn returned {asked} for parameter {name!r} "
-            f"of shape {shape}, which has no such dim. Give one of 0 to "
-            f"{len(shape) - 1}."
+            f"of shape {shape}, which has no such dim. Give {advice}."
         )
-    if not info.shard_axes:
-        return ParamSpec(name, None, 0, info, "no axis of the mesh shards", **where)
-    by_dim = dict(where["others"])
-    blocks = [info.size(by_dim.get(d, ())) for d in range(-len(shape), 0)]
-    if asked is None or asked.dim in (0, -len(shape)):
-        dim, reason = _layout.choose_dim(shape, n, blocks)
-        size = shape[dim] if dim is not None else 0
-        return ParamSpec(name, dim, size, info, reason, **where)
-    dim = asked.dim if asked.dim < 0 else asked.dim - len(shape)
-    if shape[dim] % (n * blocks[dim]) or not shape[dim]:
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn returned {asked} for parameter {name!r} "
-            f"of shape {shape}, but {shape[dim]} does not divide over {n} devices"
-            + (f" in each of {blocks[dim]} pieces" if blocks[dim] > 1 else "")
-            + ". Return another dim, or None."
-        )
-    return ParamSpec(name, dim, shape[dim], info, **where)
+    return asked
 
 
 def _others(name: str, value: Any, info: MeshInfo) -> Others:

@@ -23,8 +23,8 @@ from jax.core import Tracer
 
 from fsdp_jax import _functional
 from fsdp_jax._comm import Static, cast_floating
-from fsdp_jax._param import dotted
 from fsdp_jax._policies import MixedPrecisionPolicy
+from fsdp_jax._spec import dotted
 from fsdp_jax._state import is_sharded
 
 # --- dataclasses that are no pytrees ----------------------------------------------

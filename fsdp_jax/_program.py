@@ -25,7 +25,7 @@ from fsdp_jax._dependence import depends_on
 from fsdp_jax._join import as_spec, differs_between_devices
 from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ParamSpec
+from fsdp_jax._spec import ParamSpec
 from fsdp_jax._stages import (
     PARTIAL,
     REDUCED,
@@ -83,7 +83,7 @@ class Diff:
         """What receives the gradient in place of this device's shard."""
         shape, param = list(shard.shape), self.entry.param
         if self.stage == UNREDUCED and param is not None and param.dim is not None:
-            shape[param.dim] *= mesh.num_shards
+            shape[param.dim] = param.size
         reduced = self.stage == REDUCED
         return jnp.zeros(shape, shard.dtype if reduced else self.sum_dtype)
 

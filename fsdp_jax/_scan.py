@@ -13,8 +13,8 @@ from flax import nnx
 
 from fsdp_jax import _functional, _gather, _layers, _ordering
 from fsdp_jax._call import Body, cast_carry, noting_hidden_tracers
-from fsdp_jax._param import dotted
 from fsdp_jax._param_group import ParamGroup
+from fsdp_jax._spec import dotted
 from fsdp_jax._state import comm_of, group_of, is_sharded, state_of
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax import _blocks, _collectives, _functional
 from fsdp_jax._comm import Defer, GroupComm
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ParamSpec, dotted
+from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import (
     comm_for,
     deferred,
@@ -153,7 +153,7 @@ def _contains(module: str, path: str) -> bool:
 def _whole_comm(mesh: MeshInfo, averages: bool, name: str) -> GroupComm:
     """How the gradient of an array that no group manages travels."""
     divisor = float(mesh.num_devices) if averages else 1.0
-    return GroupComm(mesh, (None,), ((),), None, None, (divisor, 1.0), 0, name)
+    return GroupComm(mesh, (None,), ((),), (0,), None, None, (divisor, 1.0), 0, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,9 @@ class Entry:
     def stage_shape(self, stage: int, mesh: MeshInfo) -> tuple[int, ...]:
         """Global shape of its gradient in a stage."""
         lead = [(mesh.num_devices,), (mesh.num_replicas,), ()][stage]
-        return (*lead, *self.shape)
+        if self.param is None or stage == UNREDUCED:
+            return (*lead, *self.shape)
+        return (*lead, *self.param.rest_shape(self.shape))
 
     def stage_spec(self, stage: int, mesh: MeshInfo) -> PartitionSpec:
         """How the per-device program cuts its gradient in a stage."""

@@ -19,14 +19,13 @@ from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._ordering import Ordering, ordering_for
 from fsdp_jax._param import (
     ManagedVariable,
-    ParamSpec,
-    dotted,
     is_abstract,
     replicate,
     spec_of,
 )
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
+from fsdp_jax._spec import ParamSpec, dotted
 
 SUFFIX = "FSDPModule"  # of the names of generated classes
 STATE = "_pytree__fsdp"  # nnx.bridge.ToNNX skips names that start so
@@ -192,6 +191,7 @@ def comm_for(
         mesh=mesh,
         dims=tuple(spec.dim if spec.cut else None for spec in specs),
         others=tuple(spec.others for spec in specs),
+        paddings=tuple(spec.padding for spec in specs),
         param_dtype=state.mp_policy.param_dtype,
         reduce_dtype=state.mp_policy.reduce_dtype,
         divisors=divisors if factor is None else (factor, 1.0),

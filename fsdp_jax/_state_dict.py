@@ -14,8 +14,10 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax import _functional
+from fsdp_jax._layout import choose_dim
 from fsdp_jax._move import move
-from fsdp_jax._param import check_own_trace, dotted, install, spec_of
+from fsdp_jax._param import check_own_trace, install, spec_of
+from fsdp_jax._spec import dotted
 from fsdp_jax._state import state_of
 
 
@@ -32,7 +34,11 @@ def at_rest(value: Any) -> Any:
     raw, spec = value.get_raw_value(), spec_of(value)
     if spec is None or spec.is_shard(raw):
         return raw
-    return move(raw, spec.sharding(raw.ndim))
+    if not spec.padding:
+        return move(raw, spec.sharding(raw.ndim))
+    own = value.get_value()
+    dim, _ = choose_dim(own.shape, spec.mesh.num_shards)
+    return move(own, spec.mesh.sharding(own.ndim, dim, spec.others))
 
 
 def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleKeys:
@@ -63,9 +69,8 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleK
             check_own_trace(variable, x, "load_state_dict")
     for variable, value in writes:
         if hasattr(value, "ndim"):
-            spec, ndim = spec_of(variable), value.ndim
-            target = spec.present(ndim) if spec else mesh.sharding(ndim, None)
-            value = move(value, target)
+            spec, target = spec_of(variable), mesh.sharding(value.ndim, None)
+            value = spec.settled(value) if spec else move(value, target)
         install(variable, value)
     return IncompatibleKeys(missing, unexpected)
 
@@ -86,7 +91,8 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
     """A value for a Variable, or the error that says why it is none."""
     old = variable.get_raw_value()
     if isinstance(value, nnx.Variable):
-        value = value.get_raw_value()
+        managed = spec_of(value) is not None
+        value = value.get_value() if managed else value.get_raw_value()
     if not hasattr(old, "shape"):  # a Python value, or None
         return value
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -97,10 +103,10 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
     if keys and value.dtype == jnp.uint32 and not isinstance(old, jax.ShapeDtypeStruct):
         # What jax.random.key_data gives: files cannot hold keys.
         value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(old))
-    if tuple(value.shape) != tuple(old.shape):
+    if tuple(value.shape) != tuple(variable.shape):
         raise ValueError(
             f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the module "
-            f"needs the full shape {tuple(old.shape)}."
+            f"needs the full shape {tuple(variable.shape)}."
         )
     if isinstance(value, np.ndarray):
         value = value.copy()  # JAX may keep the buffer, which the caller may reuse

@@ -258,11 +258,10 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
         if request.argnums is not None:
             chosen = select(request, args, nodes, slots, arg_specs, names)
         program, old = plan_program(call, nodes, arg_specs, chosen, pending)
-        rest = [slot.rest for slot in slots]
-        rest += [NamedSharding(mesh.mesh, spec) for spec in arg_specs]
-        inputs = [
-            place(x, target)
-            for x, target in zip([*state_arrays, *arrays], rest, strict=True)
+        inputs = [slot.placed(x) for slot, x in zip(slots, state_arrays, strict=True)]
+        inputs += [
+            place(x, NamedSharding(mesh.mesh, spec))
+            for x, spec in zip(arrays, arg_specs, strict=True)
         ]
         results, static = execute(program, [*inputs, *old])
         note: Note = static.value

@@ -21,7 +21,8 @@ from fsdp_jax._join import Request, Slot, output_rules, slots_of, state_rule
 from fsdp_jax._local import shard_in
 from fsdp_jax._loss import split_loss
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ShardReadError, dotted
+from fsdp_jax._param import ShardReadError
+from fsdp_jax._spec import dotted
 from fsdp_jax._state import (
     deferred,
     group_of,

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from fsdp_jax import _functional
 from fsdp_jax._join import Request, Slot
-from fsdp_jax._param import dotted, with_value
+from fsdp_jax._param import with_value
+from fsdp_jax._spec import dotted
 from fsdp_jax._stages import Entry
 
 

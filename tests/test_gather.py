@@ -137,8 +137,10 @@ def test_a_step_is_that_of_the_unsharded_model(free_steps):
 
 def test_one_small_parameter_is_not_a_large_one():
     mesh = MeshInfo(helpers.mesh_of(2), ("fsdp",))
-    comm = GroupComm(mesh, (-1, -2, None), ((),) * 3, None, None, (1.0, 1.0), LINE, "")
-    shapes = [(8,), (8, 8), (100, 100)]
+    dims, others, paddings = (-1, -2, None, -2), ((),) * 4, (0, 0, 0, 1)
+    dtypes, divisors = (None, None), (1.0, 1.0)
+    comm = GroupComm(mesh, dims, others, paddings, *dtypes, divisors, LINE, "")
+    shapes = [(8,), (8, 8), (100, 100), (7, 8)]  # the last one travels as (8, 8)
     full = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert small_members(full, comm) == {0, 2}
 

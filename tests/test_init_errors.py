@@ -403,7 +403,6 @@ def test_the_outer_module_first_is_refused(mesh8):
 
 
 BAD_VALUES = {
-    "scalar": (jnp.asarray(2.0), ["no dimensions", "(1,)", "ignored_params"]),
     "number": (2.0, ["float", "ignored_params"]),
     "list": ([1.0, 2.0], ["list", "ignored_params"]),
     "text": ("two", ["str", "ignored_params"]),
@@ -426,16 +425,6 @@ def test_a_parameter_that_cannot_be_cut_is_refused_with_its_path(mesh8, kind):
         )
     model.blocks[1].scale = nnx.Param(jnp.full((8,), 2.0))
     assert_shards_correctly(model, mesh8)
-
-
-def test_a_scalar_parameter_is_accepted_once_it_is_ignored(mesh8):
-    model = make_net()
-    model.blocks[1].scale = nnx.Param(jnp.asarray(2.0))
-    assert_refuses(
-        lambda: fully_shard(model, mesh=mesh8), model, ValueError, "'blocks.1.scale'"
-    )
-    ignored = [model.blocks[1].scale]
-    assert_shards_correctly(model, mesh8, ignored_params=ignored)
 
 
 def tie(model: Any) -> None:

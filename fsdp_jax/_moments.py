@@ -1,0 +1,52 @@
+"""Optimizer state that rests as the parameters that it was made for.
+
+What must not live here: how it is updated (`_optimizer`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._move import move
+from fsdp_jax._param import METADATA, OUT_SHARDING, guard, install, spec_of
+from fsdp_jax._policies import UNPINNED_HOST
+from fsdp_jax._spec import ParamSpec
+
+
+def unpadded(variable: Any) -> Any:
+    """A Variable like this one that holds the parameter's own rows, as a full one."""
+    spec = spec_of(variable)
+    if spec is None or not spec.pads(variable.get_raw_value()):
+        return variable
+    metadata = variable.get_metadata() | {METADATA: spec.marked(True)}
+    return type(variable).from_metadata(variable.get_value(), metadata)
+
+
+def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
+    """Put optimizer state on the mesh: cut as the parameter it was made for, or whole.
+
+    NNX copies a parameter's metadata to its moments, the spec among it.
+    """
+    spec, value = variable.get_metadata(METADATA, None), variable.get_raw_value()
+    if mesh.compile_only and isinstance(value, jax.Array):
+        value = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or mesh.per_device():
+        return
+    like = isinstance(spec, ParamSpec) and bool(value.ndim)
+    if not like or not (spec.fits(value) or spec.rests(value)):
+        target = mesh.sharding(value.ndim, None)
+        install(variable, move(value, target))
+        if like:
+            variable.set_metadata(OUT_SHARDING, tuple(target.spec))
+        return
+    rest = spec.marked(False)
+    install(variable, rest.settled(value))
+    variable.set_metadata(METADATA, rest)
+    if rest.padding or rest.memory_kind == UNPINNED_HOST:
+        # This class hides the padding, and puts back into host memory what compiled
+        # programs return in device memory.
+        guard(variable)

@@ -1,0 +1,139 @@
+"""How one parameter rests: what is cut, over what, and how much is added to cut it.
+
+What must not live here: the Variable that holds the parameter (`_param`), and the
+choice of the dim (`_placement`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from fsdp_jax import _layout
+from fsdp_jax._mesh import MeshInfo, Others
+from fsdp_jax._move import move, pad, strip
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ParamSpec:
+    """How a managed parameter rests. Static metadata of its Variable.
+
+    Attributes:
+        path: dotted name, from the module of the `fully_shard` call.
+        dim: dim that is cut, counted from the end and so negative; None for whole.
+        size: full size of that dim; 0 for whole.
+        mesh: mesh and the roles of its axes.
+        reason: why it stays whole; empty if it is cut.
+        full: whether the Variable holds the full array at present.
+        others: dims, from the end, and the other axes that they are cut over.
+        memory_kind: where it rests; None for device memory.
+        padding: rows of zeros at the end of that dim while it rests.
+    """
+
+    path: str
+    dim: int | None
+    size: int
+    mesh: MeshInfo
+    reason: str = ""
+    full: bool = False
+    others: Others = ()
+    memory_kind: str | None = None
+    padding: int = 0
+
+    def __repr__(self) -> str:
+        place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
+        return f"ParamSpec({self.path!r}, {place}, over {self.mesh.num_shards})"
+
+    @property
+    def rest_size(self) -> int:
+        """Size of the dim that is cut while the parameter rests."""
+        return self.size + self.padding
+
+    def _has(self, value: Any, size: int) -> bool:
+        """Whether `value` has a size on the dim that is cut."""
+        if self.dim is None:
+            return True
+        shape = getattr(value, "shape", ())
+        return len(shape) >= -self.dim and shape[self.dim] == size
+
+    def is_shard(self, value: Any) -> bool:
+        """Whether `value` is one device's piece, as a per-device program sees it."""
+        n = self.mesh.num_shards
+        if self.dim is None or n == 1 or self.full:
+            return False
+        return self._has(value, self.rest_size // n)
+
+    def fits(self, value: Any) -> bool:
+        """Whether `value` has the full size on the dim that is cut."""
+        return self._has(value, self.size)
+
+    def rests(self, value: Any) -> bool:
+        """Whether `value` has the size of the whole parameter at rest."""
+        return self._has(value, self.rest_size)
+
+    def pads(self, value: Any) -> bool:
+        """Whether `value` is the parameter at rest with rows that are not its own."""
+        return bool(self.padding) and not self.full and self.rests(value)
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """Shape of the parameter of which `value` is a piece, or as which it rests."""
+        shape = tuple(value.shape)
+        if self.dim is None or len(shape) < -self.dim:
+            return shape
+        at = self.dim % len(shape)
+        return (*shape[:at], self.size, *shape[at + 1 :])
+
+    def rest_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape at rest of a parameter of a full shape."""
+        return _layout.padded_shape(shape, self.dim, self.padding)
+
+    def marked(self, full: bool) -> ParamSpec:
+        """This spec, for a Variable that holds the full array or not."""
+        return self if self.full == full else dataclasses.replace(self, full=full)
+
+    @property
+    def cut(self) -> bool:
+        """Whether it must be gathered, or brought to the devices, to be used."""
+        away = self.mesh.num_shards > 1 or self.memory_kind is not None
+        return self.dim is not None and away
+
+    @property
+    def blocks(self) -> int:
+        """Into how many pieces other axes cut the dim, each of which is cut again."""
+        axes = [axes for dim, axes in self.others if dim == self.dim]
+        return self.mesh.size(axes[0] if axes and self.cut else ())
+
+    def sharding(self, ndim: int) -> NamedSharding:
+        """The sharding at rest of a value with `ndim` dims."""
+        return self.mesh.sharding(ndim, self.dim, self.others, self.memory_kind)
+
+    def whole(self, ndim: int) -> NamedSharding:
+        """The sharding of the full array, on the devices."""
+        return self.mesh.sharding(ndim, None, self.others)
+
+    def present(self, ndim: int) -> NamedSharding:
+        """The sharding that the Variable's value has now: whole while it is full."""
+        return self.whole(ndim) if self.full else self.sharding(ndim)
+
+    def settled(self, value: Any) -> Any:
+        """A value of the parameter as the Variable holds it now: padded at rest."""
+        bare = self.padding and not self.full and self.fits(value)
+        if bare and self.dim is not None:
+            value = pad(value, self.dim, self.padding)
+        return move(value, self.present(value.ndim))
+
+    def stripped(self, value: Any) -> Any:
+        """A value of the parameter without the padding that it may rest with."""
+        if self.dim is None or not self.pads(value):
+            return value
+        whole = self.whole(len(value.shape))
+        return strip(value, self.dim, self.padding, whole)
+
+
+def dotted(path: Path) -> str:
+    """A path as users write it: `('blocks', 3, 'scale')` is `blocks.3.scale`."""
+    return ".".join(str(part) for part in path)
