@@ -12,6 +12,7 @@ from fsdp_jax._batch import shard_batch as shard_batch
 from fsdp_jax._describe import describe as describe
 from fsdp_jax._describe import local_shape as local_shape
 from fsdp_jax._fully_shard import fully_shard as fully_shard
+from fsdp_jax._knobs import share_comm_ctx as share_comm_ctx
 from fsdp_jax._mesh import make_mesh as make_mesh
 from fsdp_jax._module import FSDPModule as FSDPModule
 from fsdp_jax._module import UnshardHandle as UnshardHandle

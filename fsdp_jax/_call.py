@@ -145,7 +145,8 @@ def _call_per_device(module, group, function, args, kwargs) -> Any:
     gathered = group.local("full")
     free = free and all(f is None for f in gathered)
     taken = _functional.take(_precision.open_dataclasses((args, kwargs)))
-    with _ordering.log() as log:
+    with _ordering.log() as program_log:
+        log = program_log.of(state.comm_context)
         schedule = schedule_of(state, log)
         anchors = schedule.begin_forward([x for x in taken[2] if isinstance(x, Tracer)])
         if free and group.variables:

@@ -226,13 +226,45 @@ class Knobs(nnx.Module):
         set_state(self, backward_prefetch=keys)
 
 
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """Let several roots order their collectives with each other, and with no others.
+
+    All modules of a per-device program order theirs in one log, so roots that run in it
+    share their communication already, unlike in PyTorch. This gives some roots, with
+    all their inner sharded modules, a log of their own: what they gather and reduce
+    waits for one another (look-ahead and prefetch cross from root to root) and for
+    nothing else in the program, such as a frozen teacher next to two students. Values
+    do not change. A root that shares with others already leaves them.
+
+    Args:
+        modules: sharded modules; an empty list changes nothing.
+
+    Raises:
+        TypeError: not a list or tuple.
+        ValueError: one of them is not sharded, or on another mesh. Nothing was changed.
+
+    Source: specification, "share_comm_ctx"; PyTorch `share_comm_ctx`.
+    """
+    _check_sharded(modules, "share_comm_ctx")
+    meshes = [state_of(module).mesh for module in modules]
+    for i, mesh in enumerate(meshes):
+        if mesh != meshes[0]:
+            raise ValueError(
+                f"share_comm_ctx: entry {i} is sharded over {mesh.mesh}, and the first "
+                f"one over {meshes[0].mesh}. Modules on one mesh can share."
+            )
+    context = uuid.uuid4().hex
+    for root in modules:
+        for module in sharded_modules(root):
+            set_state(module, comm_context=context)
+
+
 def _check_bool(who: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{who}: expected a bool, got {value!r}.")
 
 
-def _keys(modules: Any, who: str) -> tuple[str, ...]:
-    """The keys of sharded modules; one that has none yet gets one."""
+def _check_sharded(modules: Any, who: str) -> None:
     if not isinstance(modules, (list, tuple, nnx.List)):
         raise TypeError(
             f"{who}: expected a list of sharded modules, got {type(modules).__name__}."
@@ -243,6 +275,11 @@ def _keys(modules: Any, who: str) -> tuple[str, ...]:
                 f"{who}: entry {i} is a {type(module).__name__} that fully_shard was "
                 "not applied to. Shard it first."
             )
+
+
+def _keys(modules: Any, who: str) -> tuple[str, ...]:
+    """The keys of sharded modules; one that has none yet gets one."""
+    _check_sharded(modules, who)
     for module in modules:
         if state_of(module).key is None:
             set_state(module, key=uuid.uuid4().hex)

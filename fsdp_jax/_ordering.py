@@ -184,9 +184,16 @@ class Log:
     def __init__(self) -> None:
         self._begun: dict[str, list[Event]] = {"forward": [], "backward": []}
         self._reduced: list[tuple[Any, list[Array]]] = []
+        self._contexts: dict[str, Log] = {}
+
+    def of(self, context: str | None) -> Log:
+        """The log of modules that share a context of their own; None: this one."""
+        return self if context is None else self._contexts.setdefault(context, Log())
 
     def clear(self) -> None:
         """Forget all. What was traced may keep the log, but shall not keep arrays."""
+        for inner in self._contexts.values():
+            inner.clear()
         for events in self._begun.values():
             events.clear()
         self._reduced.clear()

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from fsdp_jax import _collectives
+from fsdp_jax import _collectives, _forward_mode
 from fsdp_jax._comm import GroupComm, cast_floating
 from fsdp_jax._local import shard_in
 from fsdp_jax._mesh import MeshInfo
@@ -205,4 +205,5 @@ def _gather_traced(
 
     gather = jax.custom_vjp(to_full)
     gather.defvjp(lambda x: (to_full(x), None), backward)
-    return gather(value)
+    with _forward_mode.refused():
+        return gather(value)

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _blocks, _collectives, _loss, _microbatch, _ordering
+from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._join import as_spec, differs_between_devices
@@ -212,7 +212,9 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
         found.append((outcome, stages))
         return results
 
-    closed = jax.make_jaxpr(local)(inputs)
+    with _forward_mode.refused():
+        closed = jax.make_jaxpr(local)(inputs)
+    _forward_mode.check(closed)
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
     flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]

@@ -134,7 +134,8 @@ def _look_ahead(layers: Any, one: Any, carry: Any, args: tuple, kwargs: dict) ->
             f"{type(taken[1][0]).__name__}. Pass its arrays, or use nnx.scan."
         )
     comm = comm_of(layers, group)
-    with nnx.update_context(_functional.TAG), _ordering.log() as log:
+    with nnx.update_context(_functional.TAG), _ordering.log() as program_log:
+        log = program_log.of(state_of(layers).comm_context)
         body = Body(layers, group, one, taken)
         num_carry = len(carry_arrays)
         arrays = [jnp.asarray(x) for x in body.arrays]

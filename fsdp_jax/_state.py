@@ -58,6 +58,8 @@ class FSDPState:
         key: how other modules name this one in prefetch lists; None if none does.
         forward_prefetch: keys of the modules gathered with this one in forward.
         backward_prefetch: the same in backward.
+        comm_context: which modules its collectives wait for, with all that have the
+            same; None: all others of the program that have none.
     """
 
     mesh: MeshInfo
@@ -80,6 +82,7 @@ class FSDPState:
     key: str | None = None
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
+    comm_context: str | None = None
 
     @property
     def num_forwards(self) -> int:

@@ -22,6 +22,7 @@ ORDER = [
     "_layout",
     "_move",
     "_dependence",
+    "_forward_mode",
     "_functional",
     "_comm",
     "_collectives",
@@ -104,6 +105,7 @@ PUBLIC = {
     "scan_layers",
     "shard_batch",
     "shard_map",
+    "share_comm_ctx",
     "synchronize_gradients",
     "value_and_grad",
 }
