@@ -25,6 +25,7 @@ from fsdp_jax._dependence import depends_on
 from fsdp_jax._join import as_spec, differs_between_devices
 from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._metrics import start_metrics
 from fsdp_jax._param import ParamSpec
 from fsdp_jax._stages import (
     PARTIAL,
@@ -215,7 +216,8 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     closed = jax.make_jaxpr(local)(inputs)
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
-    flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]
+    held = start_metrics(program.call, outcome, closed, inputs)
+    flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*held)]
     marks = [spec != PartitionSpec() for spec in program.in_specs]
     decide = functools.partial(differs_between_devices, program.mesh)
     differs = depends_on(closed, marks, decide, into_loops=True)

@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from fsdp_jax import _batch, _functional
-from fsdp_jax._join import REDUCTIONS, Request, slots_of
+from fsdp_jax._join import REDUCTIONS, Request, check_no_rows, slots_of
 from fsdp_jax._move import place
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._prepare import plan_program
 from fsdp_jax._program import Note, execute
+from fsdp_jax._rows import batch_rows
 from fsdp_jax._stages import REDUCED, Stages
 from fsdp_jax._state import check_concrete, sharded_modules
 from fsdp_jax._user import Call
@@ -252,11 +253,15 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
     with nnx.update_context(_functional.TAG):
         graphdef, state = _functional.split_outer(nodes)
         taken_state, state_arrays = _functional.take_arrays(state)
-        slots = slots_of(state, mesh)
-        call = Call(request, mesh, taken, graphdef, taken_state, slots, len(modules))
+        rows = batch_rows([x.shape for x in arrays], arg_specs, mesh)
+        slots = slots_of(state, mesh, rows)
+        call = Call(
+            request, mesh, taken, graphdef, taken_state, slots, len(modules), rows
+        )
         chosen = None
         if request.argnums is not None:
             chosen = select(request, args, nodes, slots, arg_specs, names)
+            check_no_rows(request, slots, chosen.positions)
         program, old = plan_program(call, nodes, arg_specs, chosen, pending)
         rest = [slot.rest for slot in slots]
         rest += [NamedSharding(mesh.mesh, spec) for spec in arg_specs]
