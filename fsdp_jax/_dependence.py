@@ -40,21 +40,22 @@ def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def depends_on(
     closed: ClosedJaxpr,
     inputs: Sequence[bool],
-    decide: Callable[[JaxprEqn], bool | None] = lambda eqn: None,
+    decide: Callable[[JaxprEqn], bool | None] = lambda eqn: bool(eqn.effects) or None,
     into_loops: bool = False,
 ) -> list[bool]:
     """Tell which outputs depend on the marked inputs.
 
     Errs on the side of True: an equation that is not looked into (a branch, a loop)
-    passes any dependence on to all its outputs, and so does one with a side effect.
+    passes any dependence on to all its outputs.
 
     Args:
         closed: the traced program. Constants that are tracers count as marked.
         inputs: one mark per input.
         decide: says of an equation that its outputs are marked (True), are not,
-            whatever goes in (False), or follow from its inputs (None).
-        into_loops: whether to look into `scan`. No use to `evaluate`, which evaluates
-            a loop as a whole.
+            whatever goes in (False), or follow from its inputs (None). By default a
+            side effect marks them.
+        into_loops: whether to look into `scan`, `shard_map` and barriers. No use to
+            `evaluate`, which evaluates these as a whole.
 
     Returns:
         One mark per output.
@@ -71,10 +72,15 @@ def depends_on(
             outs = depends_on(callee, ins, decide, into_loops)
         elif into_loops and eqn.primitive.name == "scan":
             outs = _loop_depends_on(eqn, ins, decide)
+        elif into_loops and eqn.primitive.name == "optimization_barrier":
+            outs = ins
+        elif into_loops and eqn.primitive.name == "shard_map":
+            inner = ClosedJaxpr(eqn.params["jaxpr"], ())
+            outs = depends_on(inner, ins, decide, into_loops)
         else:
             hit = decide(eqn)
             if hit is None:
-                hit = any(ins) or bool(eqn.effects)
+                hit = any(ins)
             outs = [hit] * len(eqn.outvars)
         marked.update(v for v, mark in zip(eqn.outvars, outs, strict=True) if mark)
     return [isinstance(v, Var) and v in marked for v in jaxpr.outvars]

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _collectives, _functional
+from fsdp_jax._dependence import depends_on
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._param import ParamSpec, dotted, spec_of
 from fsdp_jax._rows import layer_dims, rows_dim
@@ -140,18 +142,46 @@ def check_no_rows(
             )
 
 
-def differs_between_devices(mesh: MeshInfo, eqn: Any) -> bool | None:
-    """Whether an equation's results differ between devices, None if it depends."""
-    name = eqn.primitive.name
-    if name == "axis_index":
-        return True
-    if name in ("psum", "psum_invariant", "pmax", "pmin", "all_gather"):
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple) else (axes,)
-        whole = eqn.params.get("axis_index_groups") is None
-        if whole and set(axes) >= set(mesh.data_axes):
-            return False
-    return None
+_ALIKE = (
+    "psum",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+)
+
+
+def differ_between_devices(
+    mesh: MeshInfo, closed: ClosedJaxpr, specs: Sequence[PartitionSpec]
+) -> list[bool]:
+    """Whether each output of the program of one device differs between devices.
+
+    One axis at a time: what is gathered along one of them differs along it no more,
+    however many there are.
+
+    Args:
+        mesh: mesh and the roles of its axes.
+        closed: the program.
+        specs: how its inputs are cut.
+    """
+    found = [False] * len(closed.jaxpr.outvars)
+    for axis in (a for a in mesh.data_axes if mesh.size((a,)) > 1):
+
+        def decide(eqn: Any, axis: str = axis) -> bool | None:
+            named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            named = named if isinstance(named, (tuple, list)) else (named,)
+            if axis in named:
+                whole = eqn.params.get("axis_index_groups") is None
+                return not (whole and eqn.primitive.name in _ALIKE)
+            # The use of an axis is an effect with its name, inside of loops too.
+            along = [getattr(e, "name", axis) == axis for e in eqn.effects]
+            return any(along) or None
+
+        marks = [any(axis in axes for axes in _batch.axes_of(spec)) for spec in specs]
+        along = depends_on(closed, marks, decide, into_loops=True)
+        found = [a or b for a, b in zip(found, along)]
+    return found
 
 
 def as_spec(spec: PartitionSpec) -> Callable:

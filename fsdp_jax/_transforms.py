@@ -51,7 +51,8 @@ def value_and_grad(
     as keys made by `jax.random.key`, are replicated. Changes that `f` makes to the
     model are carried out: BatchStat updates are averaged over devices; random streams
     have the device index folded into their key, so masks differ per device, while
-    counters advance alike.
+    counters advance alike; an `nnx.Cache` is cut with the rows of the batch; what
+    `nnx.metrics.Average` counts is summed. README, "State that is not parameters".
 
     Args:
         f: returns a floating scalar, or `(scalar, aux)` with `has_aux`; for
