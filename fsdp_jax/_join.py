@@ -7,18 +7,21 @@ not: running anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _collectives, _functional
+from fsdp_jax._dependence import depends_on
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
 from fsdp_jax._param import spec_of
+from fsdp_jax._rows import layer_dims, rows_dim
 from fsdp_jax._spec import ParamSpec, dotted
 
 REDUCTIONS = ("mean", "sum", "weighted")
@@ -63,6 +66,8 @@ class Slot:
         spec: how the per-device program cuts it.
         rest: its sharding outside of that.
         param: how the parameter rests, None if it is not a managed one.
+        shape: of the array.
+        rows: the dim of an `nnx.Cache` that has the rows of the batch; None for none.
     """
 
     path: tuple[Any, ...]
@@ -70,6 +75,8 @@ class Slot:
     spec: PartitionSpec
     rest: NamedSharding
     param: ParamSpec | None
+    shape: tuple[int, ...]
+    rows: int | None = None
 
     @property
     def managed(self) -> bool:
@@ -82,10 +89,26 @@ class Slot:
             return self.param.marked(False).settled(x)
         return place(x, self.rest)
 
+    @property
+    def cut_dim(self) -> int | None:
+        """Where a managed parameter is cut, its rank for nowhere; else None."""
+        if self.param is None:
+            return None
+        return len(self.shape) + (self.param.dim or 0)
 
-def slots_of(state: Any, mesh: MeshInfo) -> tuple[Slot, ...]:
-    """One slot per array of a state, in order."""
-    slots = []
+
+def slots_of(
+    state: Any, mesh: MeshInfo, rows: Collection[int] = ()
+) -> tuple[Slot, ...]:
+    """One slot per array of a state, in order.
+
+    Args:
+        state: an NNX state.
+        mesh: mesh and the roles of its axes.
+        rows: how many rows a batch has, as the caller sees it. Caches are cut over
+            them.
+    """
+    slots, arrays = [], []
     items = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
@@ -99,22 +122,74 @@ def slots_of(state: Any, mesh: MeshInfo) -> tuple[Slot, ...]:
                 kind = type(leaf) if variable else jax.Array
                 cut = mesh.spec(x.ndim, spec.dim) if spec and spec.cut else None
                 rest = spec.sharding(x.ndim) if spec else mesh.whole_like(x)
-                slots.append(Slot(path, kind, cut or PartitionSpec(), rest, spec))
+                cut = cut or PartitionSpec()
+                slots.append(Slot(path, kind, cut, rest, spec, tuple(x.shape)))
+                arrays.append(x)
+    if not rows or not any(issubclass(slot.kind, nnx.Cache) for slot in slots):
+        return tuple(slots)
+    layers = layer_dims((s.path, s.shape, s.cut_dim) for s in slots)
+    for i, (slot, x) in enumerate(zip(slots, arrays)):
+        if issubclass(slot.kind, nnx.Cache):
+            dim = rows_dim(slot.path, slot.shape, layers, rows)
+            if dim is not None:
+                spec, rest = mesh.data_spec(dim), mesh.whole_like(x, dim)
+                slots[i] = dataclasses.replace(slot, spec=spec, rest=rest, rows=dim)
     return tuple(slots)
 
 
-def differs_between_devices(mesh: MeshInfo, eqn: Any) -> bool | None:
-    """Whether an equation's results differ between devices, None if it depends."""
-    name = eqn.primitive.name
-    if name == "axis_index":
-        return True
-    if name in ("psum", "psum_invariant", "pmax", "pmin", "all_gather"):
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple) else (axes,)
-        whole = eqn.params.get("axis_index_groups") is None
-        if whole and set(axes) >= set(mesh.data_axes):
-            return False
-    return None
+def check_no_rows(
+    request: Request, slots: Sequence[Slot], positions: Sequence[int]
+) -> None:
+    """Raise if a cache that is cut with the batch is to be differentiated."""
+    for at in positions:
+        if at < len(slots) and slots[at].rows is not None:
+            raise TypeError(
+                f"{request.who}: wrt selects the {slots[at].kind.__name__} "
+                f"{dotted(slots[at].path[1:])!r}, which is cut with the rows of the "
+                "batch. Pass its array as an argument, and name that in argnums."
+            )
+
+
+_ALIKE = (
+    "psum",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+)
+
+
+def differ_between_devices(
+    mesh: MeshInfo, closed: ClosedJaxpr, specs: Sequence[PartitionSpec]
+) -> list[bool]:
+    """Whether each output of the program of one device differs between devices.
+
+    One axis at a time: what is gathered along one of them differs along it no more,
+    however many there are.
+
+    Args:
+        mesh: mesh and the roles of its axes.
+        closed: the program.
+        specs: how its inputs are cut.
+    """
+    found = [False] * len(closed.jaxpr.outvars)
+    for axis in (a for a in mesh.data_axes if mesh.size((a,)) > 1):
+
+        def decide(eqn: Any, axis: str = axis) -> bool | None:
+            named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            named = named if isinstance(named, (tuple, list)) else (named,)
+            if axis in named:
+                whole = eqn.params.get("axis_index_groups") is None
+                return not (whole and eqn.primitive.name in _ALIKE)
+            # The use of an axis is an effect with its name, inside of loops too.
+            along = [getattr(e, "name", axis) == axis for e in eqn.effects]
+            return any(along) or None
+
+        marks = [any(axis in axes for axes in _batch.axes_of(spec)) for spec in specs]
+        along = depends_on(closed, marks, decide, into_loops=True)
+        found = [a or b for a, b in zip(found, along)]
+    return found
 
 
 def as_spec(spec: PartitionSpec) -> Callable:
@@ -122,31 +197,121 @@ def as_spec(spec: PartitionSpec) -> Callable:
     return lambda value, differ: (value, spec)
 
 
-def state_rule(request: Request, mesh: MeshInfo, slot: Slot, new: bool) -> Callable:
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One array of the state that `f` changed or made.
+
+    Attributes:
+        slot: as `f` left it, on one device.
+        before: what it replaces, None for nothing.
+        new: whether its Variable held no value before.
+        owner: class of the metric that it belongs to, None for none.
+    """
+
+    slot: Slot
+    before: Slot | None
+    new: bool
+    owner: type | None
+
+    @property
+    def summed(self) -> bool:
+        """Whether the devices add to it, so that its global value is their sum."""
+        additive = self.owner is not None and issubclass(
+            self.owner, nnx.metrics.Average
+        )
+        return additive and issubclass(self.slot.kind, nnx.metrics.MetricState)
+
+
+def owners(nodes: Sequence[Any]) -> dict[tuple[Any, ...], type]:
+    """By the path of a Variable in `nodes`, the class of the metric that it is in."""
+    found: dict[tuple[Any, ...], type] = {}
+    for i, node in enumerate(nodes):
+        classes: dict[tuple[Any, ...], type] = {}
+        for path, child in _functional.walk(node):
+            if isinstance(child, nnx.metrics.Metric):
+                classes[path] = type(child)
+            elif isinstance(child, nnx.Variable) and path[:-1] in classes:
+                found[(i, *path)] = classes[path[:-1]]
+    return found
+
+
+def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
     """How a Variable that `f` changed or made becomes global."""
-    name = dotted(slot.path[2:])
+    slot = change.slot
+    name, kind = dotted(slot.path[2:]), slot.kind
 
     def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
-        if slot.managed or issubclass(slot.kind, nnx.RngState) or not differ:
+        if slot.managed or issubclass(kind, nnx.RngState):
             return value, slot.spec
+        if change.summed:
+            return _collectives.sum_over_devices(value, mesh, name), PartitionSpec()
+        rows = _cache_spec(request, mesh, change)
+        if rows is not None:
+            return value, rows
+        if not differ:
+            return value, PartitionSpec()
         floating = jnp.issubdtype(value.dtype, jnp.floating)
-        if issubclass(slot.kind, nnx.BatchStat) and floating:
+        averaged = issubclass(kind, nnx.BatchStat) and floating
+        if not issubclass(kind, nnx.metrics.MetricState):
+            if change.new or issubclass(kind, nnx.Intermediate):
+                if value.ndim:
+                    return value, mesh.data_spec()
+                averaged = floating
+        if averaged:
             return _collectives.mean_over_devices(value, mesh, name), PartitionSpec()
-        if new or issubclass(slot.kind, nnx.Intermediate):
-            if value.ndim:
-                return value, mesh.data_spec()
-            if floating:
-                return _collectives.mean_over_devices(
-                    value, mesh, name
-                ), PartitionSpec()
-        raise ValueError(
-            f"{request.who}: f changed the {slot.kind.__name__} "
-            f"{name!r} to values that differ between devices, and "
-            "only BatchStat updates are averaged. Make the value the same everywhere "
-            f"(jax.lax.psum over {mesh.data_axes}), or return it as an output."
-        )
+        raise ValueError(_refusal(request, mesh, change))
 
     return rule
+
+
+def _cache_spec(
+    request: Request, mesh: MeshInfo, change: Change
+) -> PartitionSpec | None:
+    """How the pieces of a cache are joined, None if the devices hold no pieces."""
+    slot, before = change.slot, change.before
+    if not issubclass(slot.kind, nnx.Cache):
+        return None
+    if before is not None and before.rows is not None:
+        piece = before.shape[before.rows] // mesh.num_devices
+        if len(slot.shape) > before.rows and slot.shape[before.rows] % piece == 0:
+            return before.spec
+    if slot.rows is None or (before is not None and before.shape == slot.shape):
+        return None
+    if slot.rows == 0:
+        return mesh.data_spec()
+    raise ValueError(
+        f"{request.who}: f made the {slot.kind.__name__} {dotted(slot.path[2:])!r}, "
+        f"{slot.shape} on each device, with the rows of the batch on dim {slot.rows}. "
+        "Only new caches with the rows on dim 0 are joined: make it before the call, "
+        "for the rows of the whole batch."
+    )
+
+
+def _refusal(request: Request, mesh: MeshInfo, change: Change) -> str:
+    """Why a Variable cannot become global, and what to do."""
+    kind, name = change.slot.kind.__name__, dotted(change.slot.path[2:])
+    found = (
+        f"{request.who}: f changed the {kind} {name!r} to values that differ between "
+        "devices, and "
+    )
+    if issubclass(change.slot.kind, nnx.Cache):
+        return (
+            f"{found}no dim of its shape {change.slot.shape} has as many rows as an "
+            "argument that is cut over the devices, so each of them holds all of it. "
+            "Make the cache for the rows of the whole batch, and pass the batch as an "
+            "argument."
+        )
+    if issubclass(change.slot.kind, nnx.metrics.MetricState):
+        owner = change.owner.__name__ if change.owner else "metric"
+        return (
+            f"{found}the state of a {owner} is not a sum over devices, as that of "
+            "nnx.metrics.Average and its subclasses is. Return what it is to be "
+            "updated with (arrays are concatenated), and update it outside."
+        )
+    return (
+        f"{found}only BatchStat updates are averaged. Make the value the same "
+        f"everywhere (jax.lax.psum over {mesh.data_axes}), or return it as an output."
+    )
 
 
 def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:

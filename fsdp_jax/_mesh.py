@@ -133,9 +133,9 @@ class MeshInfo:
             return PartitionSpec()
         return PartitionSpec(*([None] * (dim % ndim)), _entry(self.shard_axes))
 
-    def data_spec(self) -> PartitionSpec:
-        """The spec that cuts dim 0 over all data devices."""
-        return PartitionSpec(_entry(self.data_axes))
+    def data_spec(self, dim: int = 0) -> PartitionSpec:
+        """The spec that cuts a dim, counted from the start, over all data devices."""
+        return PartitionSpec(*[None] * dim, _entry(self.data_axes))
 
     def replica_spec(self, ndim: int, dim: int | None) -> PartitionSpec:
         """Spec of one array per replica, stacked on a new dim 0; each as in `spec`."""
@@ -162,21 +162,24 @@ class MeshInfo:
             entries[at] = axes
         if dim is not None:
             entries[dim] = (*entries[dim], *self.shard_axes)
-        while entries and not entries[-1]:
-            entries.pop()
-        spec = PartitionSpec(*[_entry(axes) for axes in entries])
-        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        return NamedSharding(self.mesh, _spec(entries), memory_kind=memory_kind)
 
-    def whole_like(self, x: Any) -> NamedSharding:
-        """Sharding of an array over no data axis, and over others as it is now."""
+    def whole_like(self, x: Any, rows: int | None = None) -> NamedSharding:
+        """Sharding of an array over no data axis, and over others as it is now.
+
+        Args:
+            x: the array.
+            rows: a dim to cut over all data axes after all; None for none.
+        """
         found = getattr(x, "sharding", None)
-        if not isinstance(found, NamedSharding) or found.mesh != self.mesh:
-            return self.sharding(x.ndim, None)
-        others = []
-        for dim, entry in enumerate(found.spec):
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            others.append((dim, tuple(a for a in axes if a in self.other_axes)))
-        return self.sharding(x.ndim, None, tuple(others))
+        entries: list[tuple[str, ...]] = [()] * x.ndim
+        if isinstance(found, NamedSharding) and found.mesh == self.mesh:
+            for dim, entry in enumerate(found.spec):
+                axes = entry if isinstance(entry, tuple) else (entry,)
+                entries[dim] = tuple(a for a in axes if a in self.other_axes)
+        if rows is not None:
+            entries[rows] = (*self.data_axes, *entries[rows])
+        return NamedSharding(self.mesh, _spec(entries))
 
     def per_device(self) -> bool:
         """Whether the code being traced is the program of one device of this mesh.
@@ -210,6 +213,12 @@ class MeshInfo:
 def _entry(axes: tuple[str, ...]) -> Any:
     """An entry of a spec: one axis by its name, several as a tuple."""
     return axes[0] if len(axes) == 1 else (axes or None)
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """A spec from the axes of each dim, without entries for whole dims at its end."""
+    last = max((dim + 1 for dim, axes in enumerate(entries) if axes), default=0)
+    return PartitionSpec(*[_entry(axes) for axes in entries[:last]])
 
 
 def _rebuild_mesh_info(ids, shape, names, types, shard, replicate) -> MeshInfo:

@@ -66,13 +66,15 @@ def plan_program(
     diff = _diffs(chosen, reductions, len(variables))
     keys = tuple((stage, n) for stage, grads in enumerate(stages) for n in grads)
     dims = [(len(variables) + i, _batch.cut_dim(s)) for i, s in enumerate(arg_specs)]
-    sliced = tuple((at, dim) for at, dim in dims if dim is not None)
-    if num_slices > 1 and not sliced:
+    of_args = [(at, dim) for at, dim in dims if dim is not None]
+    if num_slices > 1 and not of_args:
         raise ValueError(
             f"{request.who}: num_microbatches={num_slices}, but no argument is cut "
             "over the devices, so there is nothing to slice. Pass the batch as an "
             "argument."
         )
+    of_caches = [(i, s.rows) for i, s in enumerate(variables) if s.rows is not None]
+    sliced = (*of_caches, *of_args)
     slices = Slices(num_slices, sliced, tuple(d.at for d in diff))
     kinds.update(e.stage_spec(i, mesh) for e in entries.values() for i in range(3))
     program = Program(

@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec
 
 from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
 from fsdp_jax._comm import Defer, Static
-from fsdp_jax._dependence import depends_on
-from fsdp_jax._join import as_spec, differs_between_devices
+from fsdp_jax._join import as_spec, differ_between_devices
 from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._metrics import start_metrics
 from fsdp_jax._spec import ParamSpec
 from fsdp_jax._stages import (
     PARTIAL,
@@ -217,12 +217,9 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     _forward_mode.check(closed)
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
-    flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]
-    marks = [spec != PartitionSpec() for spec in program.in_specs]
-    decide = functools.partial(differs_between_devices, program.mesh)
-    differs = depends_on(closed, marks, decide, into_loops=True)
-    if program.mesh.num_devices == 1:
-        differs = [False] * len(flat)
+    held = start_metrics(program.call, outcome, closed, inputs)
+    flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*held)]
+    differs = differ_between_devices(program.mesh, closed, program.in_specs)
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
     entries = {d.entry.name: d.entry for d in program.diff}

@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from fsdp_jax import _batch, _functional
-from fsdp_jax._join import REDUCTIONS, Request, slots_of
+from fsdp_jax._join import REDUCTIONS, Request, check_no_rows, slots_of
 from fsdp_jax._move import place
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._prepare import plan_program
 from fsdp_jax._program import Note, execute
+from fsdp_jax._rows import batch_rows
 from fsdp_jax._stages import REDUCED, Stages
 from fsdp_jax._state import check_concrete, sharded_modules
 from fsdp_jax._user import Call
@@ -50,7 +51,8 @@ def value_and_grad(
     as keys made by `jax.random.key`, are replicated. Changes that `f` makes to the
     model are carried out: BatchStat updates are averaged over devices; random streams
     have the device index folded into their key, so masks differ per device, while
-    counters advance alike.
+    counters advance alike; an `nnx.Cache` is cut with the rows of the batch; what
+    `nnx.metrics.Average` counts is summed. README, "State that is not parameters".
 
     Args:
         f: returns a floating scalar, or `(scalar, aux)` with `has_aux`; for
@@ -252,11 +254,15 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
     with nnx.update_context(_functional.TAG):
         graphdef, state = _functional.split_outer(nodes)
         taken_state, state_arrays = _functional.take_arrays(state)
-        slots = slots_of(state, mesh)
-        call = Call(request, mesh, taken, graphdef, taken_state, slots, len(modules))
+        rows = batch_rows([x.shape for x in arrays], arg_specs, mesh)
+        slots = slots_of(state, mesh, rows)
+        call = Call(
+            request, mesh, taken, graphdef, taken_state, slots, len(modules), rows
+        )
         chosen = None
         if request.argnums is not None:
             chosen = select(request, args, nodes, slots, arg_specs, names)
+            check_no_rows(request, slots, chosen.positions)
         program, old = plan_program(call, nodes, arg_specs, chosen, pending)
         inputs = [slot.placed(x) for slot, x in zip(slots, state_arrays, strict=True)]
         inputs += [

@@ -17,7 +17,15 @@ from flax import nnx
 
 from fsdp_jax import _collectives, _functional
 from fsdp_jax._comm import Defer
-from fsdp_jax._join import Request, Slot, output_rules, slots_of, state_rule
+from fsdp_jax._join import (
+    Change,
+    Request,
+    Slot,
+    output_rules,
+    owners,
+    slots_of,
+    state_rule,
+)
 from fsdp_jax._local import shard_in
 from fsdp_jax._loss import split_loss
 from fsdp_jax._mesh import MeshInfo
@@ -44,6 +52,7 @@ class Call:
         state: their state without arrays.
         variables: one slot per array of the state.
         num_modules: how many sharded modules there are.
+        rows: how many rows the arguments have that are cut over all devices.
     """
 
     request: Request
@@ -53,6 +62,13 @@ class Call:
     state: _functional.Taken
     variables: tuple[Slot, ...]
     num_modules: int
+    rows: frozenset[int]
+
+    @property
+    def rows_here(self) -> frozenset[int]:
+        """How many of them one call of the user's function sees."""
+        count = self.mesh.num_devices * self.request.num_microbatches
+        return frozenset(rows // count for rows in self.rows)
 
 
 @dataclasses.dataclass
@@ -64,6 +80,7 @@ class Outcome:
         state: their state without arrays.
         state_sources: per array of it: the input it still is, or None for a result.
         updates: per result of the state: the input that it replaces, None if it is new.
+        changes: per result of the state: what became of it.
         output: the user's output without nodes and arrays.
         num_output: how many arrays that has, the value included.
         value_at: where the value belongs among the results.
@@ -74,6 +91,7 @@ class Outcome:
     state: _functional.Taken
     state_sources: list[int | None]
     updates: list[int | None]
+    changes: list[Change]
     output: _functional.Taken
     num_output: int
     value_at: int
@@ -136,8 +154,17 @@ def call_user(
     before: dict[tuple, list[int]] = {}
     for i, slot in enumerate(call.variables):
         before.setdefault((0, *slot.path), []).append(i)
-    rest, rules, sources, updates = [], [], [], []
-    for slot, x in zip(slots_of(state, mesh), state_arrays, strict=True):
+    held_state = call.state.put((), held)
+    numbers = {(0, *path): x for path, x in _numbers(held_state).items()}
+    _check_numbers(request, numbers, state)
+    metrics = {
+        (k, *path): owner
+        for k, group in enumerate((nodes, out_nodes))
+        for path, owner in owners(group).items()
+    }
+    rest, rules, sources, updates, changes = [], [], [], [], []
+    slots = slots_of(state, mesh, call.rows_here)
+    for slot, x in zip(slots, state_arrays, strict=True):
         source = before[slot.path].pop(0) if before.get(slot.path) else None
         same = source is not None and (
             x is shard_in(held[source]) or issubclass(slot.kind, nnx.RngKey)
@@ -145,8 +172,12 @@ def call_user(
         sources.append(source if same else None)
         if not same:
             rest.append(jnp.asarray(x))
-            rules.append(state_rule(request, mesh, slot, source is None))
             updates.append(source)
+            old = call.variables[source] if source is not None else None
+            new = old is None and slot.path not in numbers
+            changes.append(Change(slot, old, new, metrics.get(slot.path)))
+            _check_sliced(request, changes[-1])
+            rules.append(state_rule(request, mesh, changes[-1]))
     value_at = len(rest)
     out_rules = output_rules(request, mesh, taken, output, out_arrays)
     if loss is not None:
@@ -159,12 +190,58 @@ def call_user(
             taken_state,
             sources,
             updates,
+            changes,
             taken,
             len(out_rules) + (loss is not None),
             value_at,
             [*rules, *out_rules],
         ),
     )
+
+
+def _numbers(state: Any) -> dict[tuple[Any, ...], Any]:
+    """The Python numbers that Variables of a state hold, by path."""
+    found = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    values = {
+        tuple(_functional.plain_key(k) for k in keys): leaf.get_raw_value()
+        for keys, leaf in found
+        if isinstance(leaf, nnx.Variable)
+    }
+    return {p: v for p, v in values.items() if isinstance(v, (int, float, complex))}
+
+
+def _check_numbers(request: Request, numbers: dict, state: Any) -> None:
+    """Raise if micro-batches change a Python number, which no loop can carry."""
+    if request.num_microbatches == 1:
+        return
+    after = _numbers(state)
+    for path, number in numbers.items():
+        if after.get(path) is not number:
+            raise ValueError(
+                f"{request.who}: f changes {dotted(path[2:])!r}, which holds the "
+                f"Python number {number!r}, so that the next micro-batch would not go "
+                f"on with it. Make it an array: jnp.asarray({number!r})."
+            )
+
+
+def _check_sliced(request: Request, change: Change) -> None:
+    """Raise if micro-batches change what they cannot hand on or join."""
+    kind, name = change.slot.kind, dotted(change.slot.path[2:])
+    if request.num_microbatches == 1:
+        return
+    if issubclass(kind, nnx.Cache) and change.before is not None:
+        raise ValueError(
+            f"{request.who}: f changes the {kind.__name__} {name!r}, and micro-batches "
+            "cannot: each has rows of its own, and the next would go on from where the "
+            "last one left it. Make the cache in f, or take num_microbatches=1."
+        )
+    if issubclass(kind, nnx.metrics.MetricState) and change.before is None:
+        raise ValueError(
+            f"{request.who}: f makes the {kind.__name__} {name!r}, a new one for every "
+            "micro-batch. Make the metric before, and pass it as an argument."
+        )
 
 
 def _fold_keys(call: Call, arrays: list[Any]) -> list[Any]:
