@@ -20,8 +20,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _blocks, _collectives, _loss, _microbatch, _ordering
+from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._dependence import depends_on
+from fsdp_jax._divergence import refuse_divergence
 from fsdp_jax._join import as_spec, differs_between_devices
 from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
@@ -188,8 +190,13 @@ def execute(program: Program, inputs: list[Any]) -> Any:
     # keep_unused: two programs that differ in what they ignore must not look alike.
     jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
     if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
-        return jitted(inputs)  # constants are not in the text then, but arguments
-    lowered = jitted.lower(inputs)
+        with noting_hidden_tracers():
+            return jitted(inputs)  # constants are not in the text then, but arguments
+    traced = jitted.trace(inputs)
+    if len(traced.jaxpr.in_avals) != len(inputs):  # it needs a tracer that has escaped
+        with noting_hidden_tracers():
+            return jitted(inputs)  # which JAX refuses
+    lowered = traced.lower()
     types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
     key = (program.mesh, lowered.as_text(), tuple(types))
     compiled = _COMPILED.pop(key, None)
@@ -218,9 +225,12 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*inputs)]
     marks = [spec != PartitionSpec() for spec in program.in_specs]
     decide = functools.partial(differs_between_devices, program.mesh)
-    differs = depends_on(closed, marks, decide, into_loops=True)
-    if program.mesh.num_devices == 1:
-        differs = [False] * len(flat)
+    differs = [False] * len(flat)
+    if program.mesh.num_devices > 1:
+        look = refuse_divergence(
+            program.call.request.who, program.mesh.data_axes, decide
+        )
+        differs = depends_on(closed, marks, decide, into_loops=True, look=look)
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
     entries = {d.entry.name: d.entry for d in program.diff}

@@ -22,6 +22,7 @@ ORDER = [
     "_move",
     "_layout",
     "_dependence",
+    "_divergence",
     "_functional",
     "_comm",
     "_collectives",
