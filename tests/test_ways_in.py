@@ -322,8 +322,8 @@ def test_generating_with_a_cache_gathers_once(mesh8):
     want: Any = Chunked(nnx.Rngs(0)).generate(inputs())
     model = fully_shard(Chunked(nnx.Rngs(0)), mesh=mesh8)
     register_fsdp_forward_method(model, "generate")
-    run = fsdp_jax.shard_map(lambda m, x: m.generate(x))
-    got = run(model, inputs())
+    run: Any = fsdp_jax.shard_map(lambda m, x: m.generate(x))
+    got: Any = run(model, inputs())
     assert (got[1]["steps"], got[1]["scores"]) == (3, None)
     for a, b in ((got[0], want[0]), (got[1]["cache"], want[1]["cache"])):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
