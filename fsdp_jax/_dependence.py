@@ -16,6 +16,8 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+Look = Callable[[JaxprEqn, Sequence[bool]], None]
+
 # Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
 # mixes parameters and activations behind one equation.
 _CALLS = {
@@ -42,6 +44,7 @@ def depends_on(
     inputs: Sequence[bool],
     decide: Callable[[JaxprEqn], bool | None] = lambda eqn: bool(eqn.effects) or None,
     into_loops: bool = False,
+    look: Look = lambda eqn, ins: None,
 ) -> list[bool]:
     """Tell which outputs depend on the marked inputs.
 
@@ -56,6 +59,8 @@ def depends_on(
             side effect marks them.
         into_loops: whether to look into `scan`, `shard_map` and barriers. No use to
             `evaluate`, which evaluates these as a whole.
+        look: called with every equation that is met and the marks of its inputs. In a
+            loop that may be more than once, with more marks each time.
 
     Returns:
         One mark per output.
@@ -68,15 +73,16 @@ def depends_on(
     marked.update(v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark)
     for eqn in jaxpr.eqns:
         ins = [isinstance(v, Var) and v in marked for v in eqn.invars]
+        look(eqn, ins)
         if callee := _callee(eqn):
-            outs = depends_on(callee, ins, decide, into_loops)
+            outs = depends_on(callee, ins, decide, into_loops, look)
         elif into_loops and eqn.primitive.name == "scan":
-            outs = _loop_depends_on(eqn, ins, decide)
+            outs = _loop_depends_on(eqn, ins, decide, look)
         elif into_loops and eqn.primitive.name == "optimization_barrier":
             outs = ins
         elif into_loops and eqn.primitive.name == "shard_map":
             inner = ClosedJaxpr(eqn.params["jaxpr"], ())
-            outs = depends_on(inner, ins, decide, into_loops)
+            outs = depends_on(inner, ins, decide, into_loops, look)
         else:
             hit = decide(eqn)
             if hit is None:
@@ -90,11 +96,13 @@ def _same_rank(outside: Any, inside: Any) -> bool:
     return len(outside.aval.shape) == len(inside.aval.shape)
 
 
-def _loop_depends_on(eqn: JaxprEqn, ins: list[bool], decide: Any) -> list[bool]:
+def _loop_depends_on(
+    eqn: JaxprEqn, ins: list[bool], decide: Any, look: Look
+) -> list[bool]:
     """The same for a scan: its carry is marked if any iteration marks it."""
     body, carry = eqn.params["jaxpr"], _carry_of(eqn)
     while True:
-        outs = depends_on(body, ins, decide, into_loops=True)
+        outs = depends_on(body, ins, decide, True, look)
         now = [a or b for a, b in zip(ins[carry], outs)]
         if now == ins[carry]:
             return [*now, *outs[len(now) :]]

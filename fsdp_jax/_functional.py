@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 TAG = "fsdp_jax"
 
@@ -81,6 +82,7 @@ def take_arrays(state: Any) -> tuple[Taken, list[Any]]:
 
 def split_outer(nodes: Any, *filters: Any) -> tuple[Any, ...]:
     """Split the caller's nodes, inside `nnx.update_context(TAG)`."""
+    _declare_tracers(nodes)
     with nnx.split_context(TAG) as ctx:
         return ctx.split(nodes, *filters)
 
@@ -101,10 +103,31 @@ def merge_inner(graphdef: Any, *states: Any, tracked: bool) -> Any:
 
 def split_inner(nodes: Any, *filters: Any, tracked: bool) -> tuple[Any, ...]:
     """Split the copies after use."""
+    _declare_tracers(nodes)
     if not tracked:
         return nnx.split(nodes, *filters)
     with nnx.split_context(TAG) as ctx:
         return ctx.split(nodes, *filters)
+
+
+def _declare_tracers(nodes: Any) -> None:
+    """Have NNX take traced arrays in plain attributes for data, as concrete ones are.
+
+    NNX (0.12) takes them for static, unless they came through `nnx.data`, and then they
+    would enter and leave the function unseen.
+    """
+    for root in jax.tree.leaves(nodes, is_leaf=is_node):
+        for _, node in walk(root) if isinstance(root, nnx.Pytree) else ():
+            if not isinstance(node, nnx.Pytree) or not node._pytree__is_pytree:
+                continue
+            declared = node._pytree__nodes
+            hidden = {
+                name: True
+                for name, value in vars(node).items()
+                if isinstance(value, Tracer) and not declared.get(name)
+            }
+            if hidden:  # around NNX's check of the trace level: no value changes
+                object.__setattr__(node, "_pytree__nodes", declared.update(hidden))
 
 
 def check_writable(nodes: Any) -> None:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _collectives, _functional
 from fsdp_jax._dependence import depends_on
+from fsdp_jax._divergence import refuse_divergence
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
 from fsdp_jax._param import spec_of
@@ -161,7 +162,10 @@ _ALIKE = (
 
 
 def differ_between_devices(
-    mesh: MeshInfo, closed: ClosedJaxpr, specs: Sequence[PartitionSpec]
+    request: Request,
+    mesh: MeshInfo,
+    closed: ClosedJaxpr,
+    specs: Sequence[PartitionSpec],
 ) -> list[bool]:
     """Whether each output of the program of one device differs between devices.
 
@@ -169,9 +173,13 @@ def differ_between_devices(
     however many there are.
 
     Args:
+        request: what the user asked for.
         mesh: mesh and the roles of its axes.
         closed: the program.
         specs: how its inputs are cut.
+
+    Raises:
+        ValueError: some devices would wait for ever, see `refuse_divergence`.
     """
     found = [False] * len(closed.jaxpr.outvars)
     for axis in (a for a in mesh.data_axes if mesh.size((a,)) > 1):
@@ -187,7 +195,8 @@ def differ_between_devices(
             return any(along) or None
 
         marks = [any(axis in axes for axes in _batch.axes_of(spec)) for spec in specs]
-        along = depends_on(closed, marks, decide, into_loops=True)
+        look = refuse_divergence(request.who, mesh.data_axes, decide)
+        along = depends_on(closed, marks, decide, into_loops=True, look=look)
         found = [a or b for a, b in zip(found, along)]
     return found
 

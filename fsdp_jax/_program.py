@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
+from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._join import as_spec, differ_between_devices
 from fsdp_jax._local import Local
@@ -188,8 +189,13 @@ def execute(program: Program, inputs: list[Any]) -> Any:
     # keep_unused: two programs that differ in what they ignore must not look alike.
     jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
     if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
-        return jitted(inputs)  # constants are not in the text then, but arguments
-    lowered = jitted.lower(inputs)
+        with noting_hidden_tracers():
+            return jitted(inputs)  # constants are not in the text then, but arguments
+    traced = jitted.trace(inputs)
+    if len(traced.jaxpr.in_avals) != len(inputs):  # it needs a tracer that has escaped
+        with noting_hidden_tracers():
+            return jitted(inputs)  # which JAX refuses
+    lowered = traced.lower()
     types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
     key = (program.mesh, lowered.as_text(), tuple(types))
     compiled = _COMPILED.pop(key, None)
@@ -219,7 +225,9 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)
     flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*held)]
-    differs = differ_between_devices(program.mesh, closed, program.in_specs)
+    differs = differ_between_devices(
+        program.call.request, program.mesh, closed, program.in_specs
+    )
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
     entries = {d.entry.name: d.entry for d in program.diff}

@@ -23,6 +23,7 @@ ORDER = [
     "_move",
     "_dependence",
     "_forward_mode",
+    "_divergence",
     "_functional",
     "_comm",
     "_collectives",
