@@ -69,6 +69,15 @@ def test_train_gpt_help_explains_every_flag(tmp_path):
         assert re.search(rf"^ +--{name} +\w", text, re.M), name
 
 
+def test_train_models_prints_the_losses_of_those_asked_for(tmp_path):
+    flags = ("--models", "decoder", "--steps", "12", "--rows", "8", "--devices", "4")
+    text = run("train_models.py", tmp_path, *flags, limit_s=150)
+    found = re.fullmatch(r"decoder +loss (\S+) -> (\S+)\n", text)
+    assert found, text
+    before, after = map(float, found.groups())
+    assert after < before / 2
+
+
 def test_train_float16_skips_overflows_and_learns(tmp_path):
     flags = ("--steps", "40", "--width", "32", "--depth", "1", "--devices", "4")
     flags += ("--batch", "30", "--growth-interval", "20")
