@@ -24,7 +24,11 @@ ROWS, STEPS, NEW_TOKENS = 24, 3, 5
 VOCABULARY, CLASSES = 29, 5
 
 # Number of devices, and more arguments for every fully_shard.
-SETUPS: list[tuple[int, dict[str, Any]]] = [(8, {})]
+SETUPS: list[tuple[int, dict[str, Any]]] = [
+    (8, {}),
+    (3, {"uneven": "pad"}),
+    (8, {"uneven": "pad"}),
+]
 setups = pytest.mark.parametrize(("devices", "how"), SETUPS)
 
 
