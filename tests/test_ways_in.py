@@ -335,7 +335,8 @@ class Loud(Chunked):
     """Overrides a method that its base registers, too."""
 
     def generate(self, x: jax.Array, steps: int = 3) -> Any:
-        return super().generate(self(x), steps=steps)[0] * 2 + self.head.bias[...]
+        inherited: Any = super().generate(self(x), steps=steps)
+        return inherited[0] * 2 + self.head.bias[...]
 
 
 def test_a_registered_method_may_call_the_one_that_it_overrides(mesh8):
