@@ -188,14 +188,13 @@ def execute(program: Program, inputs: list[Any]) -> Any:
         return _sharded(program, inputs)
     # keep_unused: two programs that differ in what they ignore must not look alike.
     jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
-    if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
-        with noting_hidden_tracers():
+    with noting_hidden_tracers():
+        if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
             return jitted(inputs)  # constants are not in the text then, but arguments
-    traced = jitted.trace(inputs)
-    if len(traced.jaxpr.in_avals) != len(inputs):  # it needs a tracer that has escaped
-        with noting_hidden_tracers():
+        traced = jitted.trace(inputs)
+        if len(traced.jaxpr.in_avals) != len(inputs):  # a tracer that has escaped
             return jitted(inputs)  # which JAX refuses
-    lowered = traced.lower()
+        lowered = traced.lower()
     types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
     key = (program.mesh, lowered.as_text(), tuple(types))
     compiled = _COMPILED.pop(key, None)

@@ -84,7 +84,8 @@ def value_and_grad(
         TypeError: an argument of the wrong type, here or in the call.
         ValueError: an unknown reduction, no sharded model, a batch that does not
             divide; the text names the argument. Pending gradients of other names or
-            shapes, or of another reduction.
+            shapes, or of another reduction. A `cond` or `while_loop` whose condition
+            may differ between devices, around collectives: it would never end.
         RuntimeError: called inside a per-device program.
 
     Source: specification, "After backward, ..."; README, "The contract".

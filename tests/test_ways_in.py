@@ -43,7 +43,7 @@ class Net(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.block = Block(rngs)
-        self.head = nnx.Linear(8, 8, rngs=rngs)
+        self.head: Any = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.tanh(self.head(self.block(x)))
@@ -319,15 +319,16 @@ def test_a_chunked_loss_through_the_head(mesh8):
 
 
 def test_generating_with_a_cache_gathers_once(mesh8):
-    want: Any = Chunked(nnx.Rngs(0)).generate(inputs())
+    x = inputs()
+    want: Any = Chunked(nnx.Rngs(0)).generate(x)
     model = fully_shard(Chunked(nnx.Rngs(0)), mesh=mesh8)
     register_fsdp_forward_method(model, "generate")
     run: Any = fsdp_jax.shard_map(lambda m, x: m.generate(x))
-    got: Any = run(model, inputs())
+    got: Any = run(model, x)
     assert (got[1]["steps"], got[1]["scores"]) == (3, None)
     for a, b in ((got[0], want[0]), (got[1]["cache"], want[1]["cache"])):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
-    text = helpers.lowered_text(lambda m, x: run(m, x)[0], model, inputs())
+    text = helpers.lowered_text(lambda m, x: jax.tree.leaves(run(m, x))[0], model, x)
     assert helpers.count_collectives(text)["all_gather"] == 1
 
 
@@ -447,8 +448,8 @@ def test_a_condition_that_may_differ_between_devices_is_refused(mesh8, forward):
     model.rngs = nnx.Rngs(0)
     text = r"(?s)shard_map: the condition of a (cond or switch|while loop) may differ"
     text += r".*fsdp:gather:.*pmax\(.*\('fsdp',\)\).*unshard\(\).*jnp\.where"
-    with pytest.raises(ValueError, match=text):
-        fsdp_jax.shard_map(forward)(model, inputs())
+    with pytest.raises(ValueError, match=text):  # traced only: it would never end
+        helpers.lowered_text(fsdp_jax.shard_map(forward), model, inputs())
     assert is_at_rest(model)
 
 
@@ -456,7 +457,8 @@ def test_a_condition_on_rows_is_refused_when_gradients_are_taken(mesh8):
     with pytest.raises(
         ValueError, match=r"grad: .*branch.*fsdp:gather:block.*test_ways"
     ):
-        fsdp_jax.grad(lambda m, x: branch(m, x).sum())(make(mesh8), inputs())
+        step = fsdp_jax.grad(lambda m, x: branch(m, x).sum())
+        helpers.lowered_text(step, make(mesh8), inputs())
 
 
 def agreed(m: Any, x: jax.Array) -> jax.Array:
@@ -584,7 +586,7 @@ class Boxes(Net):
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.block(x)
         for kind, (put, take) in BOXES.items():
-            h = h + take(self.boxed(put(h), kind=kind, take=take))
+            h = h + 0.1 * take(self.boxed(put(h), kind=kind, take=take))
         return self.head(h)
 
 
