@@ -254,10 +254,12 @@ def test_decoding_equals_the_unsharded_model(which, num_rows, num_stacked):
 def test_a_cache_made_on_the_devices_is_joined_and_then_cut():
     (model, plain), shape = decoders(8, 0), (16, LENGTH, WIDTH)
     plain.layers[0].attention.init_cache(shape)
+    plain.same_in_all_rows = nnx.Cache(jnp.zeros((16, 3)))
 
     def start(model, token):
         for layer in model.layers:
             layer.attention.init_cache((len(token), LENGTH, WIDTH))
+        model.same_in_all_rows = nnx.Cache(jnp.zeros((len(token), 3)))
         return next_token(model, token)
 
     expected = nnx.jit(next_token)
@@ -443,7 +445,14 @@ def decayed(model, metric, x):
     metric.total[...] = 0.9 * metric.total[...] + x.sum()
 
 
-@pytest.mark.parametrize("f", [read_while_counting, reset_on_one_device, decayed])
+def decayed_in_a_loop(model, metric, x):
+    total = jax.lax.fori_loop(0, 3, lambda i, t: 0.9 * t, metric.total[...])
+    metric.total[...] = total + x.sum()
+
+
+@pytest.mark.parametrize(
+    "f", [read_while_counting, reset_on_one_device, decayed, decayed_in_a_loop]
+)
 def test_a_metric_that_is_not_only_added_to_is_refused(f):
     metric = Loss("value")
     metric.update(value=jnp.ones(3))
@@ -496,6 +505,22 @@ def test_micro_batches_do_not_make_metrics():
         ValueError, match=r"makes the MetricState 'seen\.\w+', a new one"
     ):
         fsdp_jax.value_and_grad(loss, num_microbatches=2)(linear(1), rows())
+
+
+# --- parameters of no group -----------------------------------------------------------
+
+
+def test_a_parameter_of_no_group_must_be_the_same_everywhere():
+    model = linear()
+    model.gain = nnx.Param(jnp.ones(()))
+
+    def write(model, x):
+        model.gain[...] += x.sum()
+
+    with pytest.raises(ValueError, match="Param 'gain' to values that differ"):
+        fsdp_jax.shard_map(write)(model, rows())
+    fsdp_jax.shard_map(lambda m, x: write(m, jnp.ones(())))(model, rows())
+    assert float(model.gain[...]) == 2
 
 
 # --- Python values --------------------------------------------------------------------
