@@ -30,6 +30,7 @@ SETUPS: list[tuple[int, dict[str, Any]]] = [
     (8, {"uneven": "pad"}),
 ]
 setups = pytest.mark.parametrize(("devices", "how"), SETUPS)
+two_setups = pytest.mark.parametrize(("devices", "how"), SETUPS[:2])
 
 
 def compile_fast(f: Callable[..., Any], *args: Any) -> Any:
@@ -174,8 +175,13 @@ def values(model: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): variable[...] for path, variable in flat}
 
 
-@setups
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "devices", "how"),
+    [
+        *[(name, *setup) for name in MAKERS for setup in SETUPS[1:]],
+        *[(name, *SETUPS[0]) for name in ("decoder", "resnet", "moe")],
+    ],
+)
 def test_training_equals_that_of_the_unsharded_twin(name, devices, how):
     task, model = train_models.TASKS[name], sharded(name, devices, how)
     value_and_grad = fsdp_jax.value_and_grad(task.loss, reduction=task.reduction)
@@ -195,7 +201,7 @@ def test_every_block_is_a_group_and_nothing_large_is_whole(name, devices, how):
     assert {row.path for row in rows if row.dim is None} <= {"head.bias"}
 
 
-@setups
+@two_setups
 @pytest.mark.parametrize(
     ("name", "layers", "groups_per_layer"), [("decoder", 2, 1), ("moe", 1, 2)]
 )
@@ -212,7 +218,7 @@ def test_a_step_gathers_each_group_twice_and_reduces_it_once(
     assert report.count() == (groups + 1) + groups + (groups + 1) + 1  # the loss
 
 
-@setups
+@two_setups
 def test_the_decoder_generates_the_same_with_caches(devices, how):
     prompt = tokens(4)
 
@@ -237,7 +243,7 @@ def test_the_decoder_generates_the_same_with_caches(devices, how):
         np.testing.assert_array_equal(found, expected)
 
 
-@setups
+@two_setups
 def test_the_encoder_decoder_generates_the_same_with_caches(devices, how):
     source = padded(6, 1)
 
