@@ -30,7 +30,8 @@ from fsdp_jax import Shard, fully_shard, register_fsdp_forward_method
 def shard_decoder(model: Decoder, **how: Any) -> Decoder:
     """The stack is one group per layer, and cut along another dim than the layers'."""
     fully_shard(model.layers, shard_placement_fn=lambda _: Shard(1), **how)
-    register_fsdp_forward_method(model := fully_shard(model, **how), "generate")
+    fully_shard(model, **how)
+    register_fsdp_forward_method(model, "generate")
     return model
 
 

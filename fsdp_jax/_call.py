@@ -20,7 +20,7 @@ from jax.core import Tracer
 from fsdp_jax import _functional, _gather, _ordering, _precision, _schedule
 from fsdp_jax._comm import cast_floating
 from fsdp_jax._local import Local
-from fsdp_jax._param import ShardReadError
+from fsdp_jax._managed import ShardReadError
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import (
     FSDPState,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax import _layout
-from fsdp_jax._comm import GroupComm, cast_floating, padded, stripped
+from fsdp_jax._comm import GroupComm, cast_floating, padded, unpadded
 from fsdp_jax._mesh import MeshInfo, Others
 
 Array = jax.Array
@@ -83,7 +83,7 @@ def gather_group(
 
     gathered = _on_pieces(gather, travelling)([shards[i] for i in cut])
     for i, x in zip(cut, gathered, strict=True):
-        full[i] = stripped(x, comm, i)
+        full[i] = unpadded(x, comm, i)
     return full
 
 
@@ -328,7 +328,7 @@ def own_shard(full: Array, comm: GroupComm) -> Array:
         zeros, axis = jnp.zeros(shape, ct.dtype), dim % ct.ndim
         at = start(shape[dim])
         whole = jax.lax.dynamic_update_slice_in_dim(zeros, ct, at, axis=axis)
-        return [stripped(whole, comm, 0)]
+        return [unpadded(whole, comm, 0)]
 
     def backward(_, ct):
         (spread_out,) = _on_pieces(spread, comm)([ct * survives])

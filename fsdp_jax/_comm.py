@@ -93,7 +93,7 @@ def padded(x: Array, comm: GroupComm, member: int) -> Array:
     return pad(x, dim, rows) if rows and dim is not None else x
 
 
-def stripped(x: Array, comm: GroupComm, member: int) -> Array:
+def unpadded(x: Array, comm: GroupComm, member: int) -> Array:
     """A gathered array of a member without its padding."""
     dim, rows = comm.dims[member], comm.paddings[member]
     if not rows or dim is None:

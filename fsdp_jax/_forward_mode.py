@@ -19,10 +19,10 @@ _REFUSED = "forward-mode autodiff"
 
 _ADVICE = (
     "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian, jax.linearize) "
-    "went through a sharded module, whose gathers have a gradient but no forward-mode "
-    "rule. Use reverse mode, which works to any order (jax.jacrev, or nnx.grad of "
-    "nnx.grad). With respect to inputs alone forward mode works on global arrays, and "
-    "with reshard_after_forward=False everywhere."
+    "went through a custom_vjp, such as the gathers of a sharded module, which have a "
+    "gradient but no forward-mode rule. Use reverse mode, which works to any order "
+    "(jax.jacrev, or nnx.grad of nnx.grad). With respect to inputs alone forward mode "
+    "works on global arrays, and with reshard_after_forward=False everywhere."
 )
 
 

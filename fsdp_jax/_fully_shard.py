@@ -11,7 +11,7 @@ import functools
 import numbers
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -19,18 +19,14 @@ from flax import nnx
 from jax.core import Tracer
 
 from fsdp_jax import _functional, _layout
+from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo, resolve_mesh
 from fsdp_jax._module import (
     FSDPModule,
     convert,
     revert,
 )
-from fsdp_jax._param import (
-    manage,
-    release,
-    replicate,
-    spec_of,
-)
+from fsdp_jax._param import manage, release, replicate
 from fsdp_jax._placement import UNEVEN, PlacementFn, rest_of
 from fsdp_jax._policies import (
     PINNED_HOST,
@@ -56,7 +52,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Any = None,
     dp_mesh_dims: Any = None,
-    uneven: str = "auto",
+    uneven: Literal["auto", "pad", "error"] = "auto",
 ) -> M:
     """Shard a module's parameters over a mesh, in place, as one communication group.
 
@@ -87,8 +83,8 @@ def fully_shard(
             already, cut over none but those; it is then cut within its pieces.
         uneven: for dims that do not divide. `"auto"`: cut the largest dim that does; if
             none does the parameter stays whole. `"pad"`: cut that dim all the same, at
-            rest with rows of zeros at its end, which a Variable does not show. It is
-            for any number of devices. `"error"`: raise.
+            rest with rows of zeros at its end, which a Variable does not show.
+            `"error"`: raise.
 
     Returns:
         The object that was given.

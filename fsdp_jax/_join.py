@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax import _batch, _collectives, _functional
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._divergence import refuse_divergence
+from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
-from fsdp_jax._param import spec_of
-from fsdp_jax._rows import layer_dims, rows_dim
+from fsdp_jax._rows import rows_dim, stacked_dims
 from fsdp_jax._spec import ParamSpec, dotted
 
 REDUCTIONS = ("mean", "sum", "weighted")
@@ -90,13 +90,6 @@ class Slot:
             return self.param.marked(False).settled(x)
         return place(x, self.rest)
 
-    @property
-    def cut_dim(self) -> int | None:
-        """Where a managed parameter is cut, its rank for nowhere; else None."""
-        if self.param is None:
-            return None
-        return len(self.shape) + (self.param.dim or 0)
-
 
 def slots_of(
     state: Any, mesh: MeshInfo, rows: Collection[int] = ()
@@ -128,10 +121,10 @@ def slots_of(
                 arrays.append(x)
     if not rows or not any(issubclass(slot.kind, nnx.Cache) for slot in slots):
         return tuple(slots)
-    layers = layer_dims((s.path, s.shape, s.cut_dim) for s in slots)
+    stacks = stacked_dims((s.path, s.param.layers) for s in slots if s.param)
     for i, (slot, x) in enumerate(zip(slots, arrays)):
         if issubclass(slot.kind, nnx.Cache):
-            dim = rows_dim(slot.path, slot.shape, layers, rows)
+            dim = rows_dim(slot.path, slot.shape, stacks, rows)
             if dim is not None:
                 spec, rest = mesh.data_spec(dim), mesh.whole_like(x, dim)
                 slots[i] = dataclasses.replace(slot, spec=spec, rest=rest, rows=dim)
@@ -254,7 +247,7 @@ def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
             return value, slot.spec
         if change.summed:
             return _collectives.sum_over_devices(value, mesh, name), PartitionSpec()
-        rows = _cache_spec(request, mesh, change)
+        rows = _cache_spec(request, mesh, change, differ)
         if rows is not None:
             return value, rows
         if not differ:
@@ -274,7 +267,7 @@ def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
 
 
 def _cache_spec(
-    request: Request, mesh: MeshInfo, change: Change
+    request: Request, mesh: MeshInfo, change: Change, differ: bool
 ) -> PartitionSpec | None:
     """How the pieces of a cache are joined, None if the devices hold no pieces."""
     slot, before = change.slot, change.before
@@ -288,6 +281,8 @@ def _cache_spec(
         return None
     if slot.rows == 0:
         return mesh.data_spec()
+    if not differ:
+        return None
     raise ValueError(
         f"{request.who}: f made the {slot.kind.__name__} {dotted(slot.path[2:])!r}, "
         f"{slot.shape} on each device, with the rows of the batch on dim {slot.rows}. "

@@ -237,7 +237,9 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     do not change. A root that shares with others already leaves them.
 
     Args:
-        modules: sharded modules; an empty list changes nothing.
+        modules: sharded modules, the roots of what shares; an empty list changes
+            nothing. An inner module given without its root leaves the order of that.
+            Every call compiles anew.
 
     Raises:
         TypeError: not a list or tuple.

@@ -10,14 +10,15 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fsdp_jax._managed import METADATA, OUT_SHARDING, install, spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import move
-from fsdp_jax._param import METADATA, OUT_SHARDING, guard, install, spec_of
+from fsdp_jax._param import guard
 from fsdp_jax._policies import UNPINNED_HOST
 from fsdp_jax._spec import ParamSpec
 
 
-def unpadded(variable: Any) -> Any:
+def as_full(variable: Any) -> Any:
     """A Variable like this one that holds the parameter's own rows, as a full one."""
     spec = spec_of(variable)
     if spec is None or not spec.pads(variable.get_raw_value()):

@@ -67,7 +67,7 @@ def pad(value: Any, dim: int, rows: int) -> Any:
     return jnp.pad(value, widths)
 
 
-def strip(value: Any, dim: int, rows: int, whole: NamedSharding) -> Any:
+def unpad(value: Any, dim: int, rows: int, whole: NamedSharding) -> Any:
     """Take rows away at the end of a dim of a value that rests.
 
     On the devices. XLA keeps a traced one cut, on axes of which JAX lets it decide;

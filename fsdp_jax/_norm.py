@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from fsdp_jax import _collectives, _functional
-from fsdp_jax._param import spec_of
+from fsdp_jax._managed import spec_of
 from fsdp_jax._pending import PendingGradients
 
 Array = jax.Array
@@ -52,7 +52,7 @@ def global_norm(tree: Any) -> Array:
             "shard_map), where arrays may be pieces. Call it on what those return."
         )
     tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-    arrays, shardings = [], []
+    arrays, shardings, own = [], [], []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=_functional.is_node
     ):
@@ -65,6 +65,8 @@ def global_norm(tree: Any) -> Array:
                 )
             arrays.append(x)
             shardings.append(_sharding(leaf, x))
+            spec = spec_of(leaf)
+            own.append((spec.dim, spec.size) if spec and spec.pads(x) else None)
     if not arrays:
         return jnp.zeros(())
     meshes = {s.mesh for s in shardings if s is not None}
@@ -73,8 +75,8 @@ def global_norm(tree: Any) -> Array:
         s.spec if mesh is not None and s is not None else None for s in shardings
     )
     if any(isinstance(x, Tracer) for x in arrays):
-        return _norm(arrays, known, mesh)
-    return _compiled(arrays, known, mesh)
+        return _norm(arrays, tuple(own), known, mesh)
+    return _compiled(arrays, tuple(own), known, mesh)
 
 
 def _sharding(leaf: Any, x: Any) -> NamedSharding | None:
@@ -85,13 +87,24 @@ def _sharding(leaf: Any, x: Any) -> NamedSharding | None:
     spec = spec_of(leaf)
     if spec is None or not isinstance(x, Tracer):
         return None
-    if not (spec.fits(x) if spec.full else spec.rests(x)):
+    if not spec.holds(x):
         return None
     return spec.present(jnp.ndim(x))
 
 
-def _norm(arrays: Sequence[Array], specs: Sequence[Any], mesh: Mesh | None) -> Array:
+def _norm(
+    arrays: Sequence[Array],
+    own: Sequence[tuple[int, int] | None],
+    specs: Sequence[Any],
+    mesh: Mesh | None,
+) -> Array:
+    """The norm of arrays, of which the padded ones have their own rows in front."""
     here = [jax.device_put(x, jax.memory.Space.Device) for x in arrays]
+    for i, rows in enumerate(own):
+        if rows is not None:  # zeros, unless something was added to raw values
+            dim, size = rows
+            at = jax.lax.broadcasted_iota(int, here[i].shape, dim % here[i].ndim)
+            here[i] = jnp.where(at < size, here[i], 0)
     cut = [i for i, s in enumerate(specs) if s is not None]
     total = sum(_square(x) for x, s in zip(here, specs) if s is None)
     if mesh is not None and cut:
@@ -101,7 +114,7 @@ def _norm(arrays: Sequence[Array], specs: Sequence[Any], mesh: Mesh | None) -> A
     return jnp.sqrt(total)
 
 
-_compiled = jax.jit(_norm, static_argnums=(1, 2))
+_compiled = jax.jit(_norm, static_argnums=(1, 2, 3))
 
 
 def _square(x: Array) -> Array:

@@ -16,9 +16,9 @@ from jax.core import Tracer
 
 from fsdp_jax import _batch, _functional
 from fsdp_jax._host_update import on_host
-from fsdp_jax._moments import settle_moment, unpadded
+from fsdp_jax._managed import spec_of
+from fsdp_jax._moments import as_full, settle_moment
 from fsdp_jax._move import move
-from fsdp_jax._param import spec_of
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
 
@@ -51,7 +51,7 @@ class Optimizer(nnx.Optimizer):
         )
         kinds = _kinds(model)
         made = _on_shapes(tx) if mesh.compile_only else _elsewhere(tx) if kinds else tx
-        super().__init__(model, _of_own_values(made), wrt=wrt)
+        super().__init__(model, _on_unpadded(made), wrt=wrt)
         self.tx = on_host(tx) if PINNED_HOST in kinds else tx
         for _, variable in _functional.walk(self):
             if isinstance(variable, nnx.Variable):
@@ -78,13 +78,14 @@ class Optimizer(nnx.Optimizer):
                 "pending=p) or model.synchronize_gradients(p)."
             )
         params = nnx.state(model, self.wrt)
+        values = _unpadded_values(params)
         updates, new_state = self.tx.update(
-            _own_values(nnx.state(grads, self.wrt), like=params),
-            _own_values(self.opt_state),
-            own := _own_values(params),
-            **nnx.as_pure(kwargs),
+            _unpadded_values(nnx.state(grads, self.wrt), like=params),
+            _unpadded_values(self.opt_state),
+            values,
+            **_unpadded_values(kwargs),
         )
-        nnx.update(model, optax.apply_updates(own, updates))
+        nnx.update(model, optax.apply_updates(values, updates))
         nnx.update(self.opt_state, nnx.state(new_state))
         self.step[...] += 1
         return updates
@@ -94,28 +95,27 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _own_values(tree: Any, like: Any = None) -> Any:
+def _unpadded_values(tree: Any, like: Any = None) -> Any:
     """A tree of arrays, as `nnx.as_pure` makes it, without padding.
 
     Args:
         tree: of Variables or arrays.
-        like: a tree of the Variables that arrays belong to, in the same order; None
-            for `tree` itself.
+        like: a tree of the Variables that arrays belong to; None for `tree` itself.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
-    owners = jax.tree.leaves(tree if like is None else like, is_leaf=_is_variable)
-    own = [nnx.as_pure(x) for x in leaves]
-    for i, owner in enumerate(owners[: len(own)]):
-        if spec := spec_of(owner):
-            own[i] = spec.stripped(own[i])
-    return jax.tree.unflatten(treedef, own)
+
+    def unpadded(owner: Any, value: Any) -> Any:
+        spec, value = spec_of(owner), nnx.as_pure(value)
+        return value if spec is None else spec.unpadded(value)
+
+    owners = tree if like is None else like
+    return jax.tree.map(unpadded, owners, tree, is_leaf=_is_variable)
 
 
-def _of_own_values(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def _on_unpadded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """The transformation with an `init` on parameters without padding."""
 
     def init(params: Any) -> Any:
-        return tx.init(jax.tree.map(unpadded, params, is_leaf=_is_variable))
+        return tx.init(jax.tree.map(as_full, params, is_leaf=_is_variable))
 
     return optax.GradientTransformation(init, tx.update)
 

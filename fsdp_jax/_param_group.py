@@ -20,9 +20,10 @@ from jax.core import Tracer
 from fsdp_jax import _collectives, _forward_mode
 from fsdp_jax._comm import GroupComm, cast_floating
 from fsdp_jax._local import shard_in
+from fsdp_jax._managed import METADATA, WRITTEN, install
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import constrain, mover, pad, to_rest
-from fsdp_jax._param import METADATA, WRITTEN, check_own_trace, install, mark
+from fsdp_jax._param import check_own_trace, mark
 from fsdp_jax._spec import ParamSpec
 
 
@@ -118,7 +119,7 @@ class ParamGroup:
         targets = tuple(s.whole(v.ndim) for v, s in zip(values, self.specs))
         cast = [cast_floating(v, dtype) for v in values]
         full = mover(targets)(*cast)
-        return [s.stripped(v) for v, s in zip(full, self.specs, strict=True)]
+        return [s.unpadded(v) for v, s in zip(full, self.specs, strict=True)]
 
     def is_traced(self) -> bool:
         """Whether a value is being traced, or would be as soon as it is used."""
@@ -191,7 +192,7 @@ def _gather_traced(
     def to_full(x):
         # Pinned before the cast moves: else the partitioner gathers, then casts.
         full = constrain(cast_floating(constrain(x, on_device), dtype), whole)
-        return spec.stripped(full)
+        return spec.unpadded(full)
 
     if not jnp.issubdtype(own_dtype, jnp.inexact):
         return to_full(value)

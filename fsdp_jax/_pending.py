@@ -16,9 +16,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _functional
+from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
-from fsdp_jax._param import spec_of, with_value
+from fsdp_jax._param import with_value
 from fsdp_jax._spec import dotted
 from fsdp_jax._stages import REDUCED, STAGES, Entry, Stages, added, reductions_of
 from fsdp_jax._state import sharded_modules, state_of

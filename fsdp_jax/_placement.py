@@ -27,7 +27,8 @@ def largest_dim(param: Any) -> Shard | None:
     """A `shard_placement_fn` that cuts the largest dim, the first one of equals.
 
     For parameters whose dim 0 is small or odd, such as convolution kernels `(height,
-    width, in, out)`. A layer dim that NNX metadata names is left out.
+    width, in, out)`. A layer dim that NNX metadata names is left out. Where the dim
+    does not divide, `uneven` says what happens, as for dim 0.
 
     Args:
         param: a parameter's Variable.
@@ -79,7 +80,9 @@ def rest_of(
     def spec(dim: int | None, reason: str = "", padding: int = 0) -> ParamSpec:
         size = shape[dim] if dim is not None else 0
         where: dict[str, Any] = {"others": others, "memory_kind": memory_kind}
-        return ParamSpec(name, dim, size, info, reason, padding=padding, **where)
+        return ParamSpec(
+            name, dim, size, info, reason, padding=padding, layers=layers, **where
+        )
 
     if not shape:
         return spec(None, "a scalar has no dim to cut")
@@ -90,8 +93,9 @@ def rest_of(
     if 0 in shape:
         return spec(None, f"shape {shape} has no elements")
     first = layers - len(shape)
-    explicit = asked is not None and asked.dim not in (0, -len(shape))
-    dim = asked.dim % len(shape) - len(shape) if asked and explicit else first
+    elsewhere = asked is not None and asked.dim not in (0, -len(shape))
+    explicit = elsewhere and placement_fn is not largest_dim
+    dim = asked.dim % len(shape) - len(shape) if asked and elsewhere else first
     if first >= 0:
         return spec(None, f"all dims of {shape} count layers")
     pieces = n * blocks[dim]
@@ -108,7 +112,7 @@ def rest_of(
         return spec(dim, padding=_layout.padding_for(shape[dim], n))
     if uneven == "error" or explicit:
         where = f" in each of {blocks[dim]} pieces" if blocks[dim] > 1 else ""
-        raise (NotImplementedError if explicit else ValueError)(
+        raise (ValueError if uneven == "error" else NotImplementedError)(
             f"fully_shard: parameter {name!r} of shape {shape} is to be cut on dim "
             f"{dim + len(shape)}, but {shape[dim]} does not divide over {n} devices"
             f"{where}. Use uneven='pad', or cut another dim with shard_placement_fn"

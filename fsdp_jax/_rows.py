@@ -28,44 +28,29 @@ def batch_rows(
     )
 
 
-def layer_dims(
-    arrays: Iterable[tuple[Path, Shape, int | None]],
-) -> dict[Path, int]:
-    """Over how many leading dims a node is a stack of layers.
-
-    That is what the shapes of all its arrays begin with, unless a parameter is cut
-    there: a stack is never cut along its layers. Nodes without parameters are left out,
-    since nothing tells their layers from their rows.
+def stacked_dims(params: Iterable[tuple[Path, int]]) -> dict[Path, int]:
+    """Over how many leading dims a node is a stack: what all its parameters are.
 
     Args:
-        arrays: path and shape of each array of a state; of managed parameters also the
-            dim that is cut, counted from the start, or the number of dims for none.
+        params: path of each managed parameter, and how many of its dims count layers.
 
     Returns:
-        The number by the path of the node.
+        The number by the path of the node. Nodes without parameters are left out.
     """
-    common: dict[Path, Shape] = {}
-    with_params: set[Path] = set()
-    for path, shape, dim in arrays:
-        shape = shape[:dim]
+    found: dict[Path, int] = {}
+    for path, layers in params:
         for depth in range(len(path)):
             node = path[:depth]
-            before = common.get(node, shape)
-            pairs = list(zip(before, shape))
-            same = [a == b for a, b in pairs]
-            count = same.index(False) if False in same else len(same)
-            common[node] = shape[:count]
-            if dim is not None:
-                with_params.add(node)
-    return {node: len(common[node]) for node in with_params}
+            found[node] = min(found.get(node, layers), layers)
+    return found
 
 
 def rows_dim(
     path: Path,
     shape: Sequence[int],
-    layers: Mapping[Path, int],
+    stacks: Mapping[Path, int],
     rows: Collection[int],
 ) -> int | None:
     """The first dim, after those of the layers, with as many rows as the batch."""
-    start = max((layers.get(path[:depth], 0) for depth in range(len(path))), default=0)
+    start = max((stacks.get(path[:depth], 0) for depth in range(len(path))), default=0)
     return next((d for d in range(start, len(shape)) if shape[d] in rows), None)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from fsdp_jax import _layout
 from fsdp_jax._mesh import MeshInfo, Others
-from fsdp_jax._move import move, pad, strip
+from fsdp_jax._move import move, pad, unpad
 
 Path = tuple[Any, ...]
 
@@ -32,6 +32,7 @@ class ParamSpec:
         others: dims, from the end, and the other axes that they are cut over.
         memory_kind: where it rests; None for device memory.
         padding: rows of zeros at the end of that dim while it rests.
+        layers: how many of its leading dims are known to count layers.
     """
 
     path: str
@@ -43,6 +44,7 @@ class ParamSpec:
     others: Others = ()
     memory_kind: str | None = None
     padding: int = 0
+    layers: int = 0
 
     def __repr__(self) -> str:
         place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
@@ -75,6 +77,14 @@ class ParamSpec:
         """Whether `value` has the size of the whole parameter at rest."""
         return self._has(value, self.rest_size)
 
+    def holds(self, value: Any) -> bool:
+        """Whether `value` has the size that the Variable's value has now."""
+        return self.fits(value) if self.full else self.rests(value)
+
+    def lacks_padding(self, value: Any) -> bool:
+        """Whether rows are to be added to `value` for it to rest."""
+        return bool(self.padding) and not self.full and self.fits(value)
+
     def pads(self, value: Any) -> bool:
         """Whether `value` is the parameter at rest with rows that are not its own."""
         return bool(self.padding) and not self.full and self.rests(value)
@@ -82,7 +92,7 @@ class ParamSpec:
     def shape(self, value: Any) -> tuple[int, ...]:
         """Shape of the parameter of which `value` is a piece, or as which it rests."""
         shape = tuple(value.shape)
-        if self.dim is None or len(shape) < -self.dim:
+        if self.dim is None or not (self.is_shard(value) or self.pads(value)):
             return shape
         at = self.dim % len(shape)
         return (*shape[:at], self.size, *shape[at + 1 :])
@@ -121,17 +131,24 @@ class ParamSpec:
 
     def settled(self, value: Any) -> Any:
         """A value of the parameter as the Variable holds it now: padded at rest."""
-        bare = self.padding and not self.full and self.fits(value)
-        if bare and self.dim is not None:
+        if self.dim is not None and self.lacks_padding(value):
             value = pad(value, self.dim, self.padding)
         return move(value, self.present(value.ndim))
 
-    def stripped(self, value: Any) -> Any:
+    def unpadded(self, value: Any) -> Any:
         """A value of the parameter without the padding that it may rest with."""
         if self.dim is None or not self.pads(value):
             return value
         whole = self.whole(len(value.shape))
-        return strip(value, self.dim, self.padding, whole)
+        return unpad(value, self.dim, self.padding, whole)
+
+    def unpadded_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """A sharding of the parameter itself: on a dim that divides, else whole."""
+        ndim, by_dim = len(shape), dict(self.others)
+        blocks = [self.mesh.size(by_dim.get(d, ())) for d in range(-ndim, 0)]
+        first = self.layers - ndim
+        dim, _ = _layout.choose_dim(shape, self.mesh.num_shards, blocks, first)
+        return self.mesh.sharding(ndim, dim, self.others)
 
 
 def dotted(path: Path) -> str:

@@ -6,7 +6,7 @@ where a parameter is cut (`_placement`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax import nnx
@@ -15,15 +15,29 @@ from fsdp_jax import _functional
 
 LAYER_NAMES = frozenset({"layer", "layers", "block", "blocks", "stack", "depth"})
 
-# Dims of the parameters of one layer: more of them, and nnx.vmap made a stack.
-_DIMS = {
-    nnx.Linear: {"kernel": 2, "bias": 1},
-    nnx.Embed: {"embedding": 2},
-    nnx.LayerNorm: {"scale": 1, "bias": 1},
-    nnx.RMSNorm: {"scale": 1},
-    nnx.BatchNorm: {"scale": 1, "bias": 1},
-    nnx.GroupNorm: {"scale": 1, "bias": 1},
-}
+
+def _dims(layer: Any) -> dict[str, int]:
+    """Dims of the parameters of a layer of Flax: with more, nnx.vmap made a stack."""
+    if isinstance(layer, nnx.Linear):
+        return {"kernel": 2, "bias": 1}
+    if isinstance(layer, nnx.Embed):
+        return {"embedding": 2}
+    if isinstance(layer, (nnx.Conv, nnx.ConvTranspose)):
+        sizes = layer.kernel_size
+        return {"kernel": 2 + (len(sizes) if isinstance(sizes, Sequence) else 1)}
+    if isinstance(layer, nnx.LinearGeneral):
+        inner, outer = (
+            len(sizes) if isinstance(sizes, Sequence) else 1
+            for sizes in (layer.in_features, layer.out_features)
+        )
+        batch = len(layer.batch_axis)
+        return {"kernel": batch + inner + outer, "bias": batch + outer}
+    if isinstance(layer, nnx.Einsum):
+        return {"kernel": len(layer.kernel_shape)}
+    norms = nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm
+    if isinstance(layer, norms):
+        return {"scale": 1, "bias": 1}
+    return {}
 
 
 def named_layer_dims(param: Any) -> int:
@@ -32,7 +46,8 @@ def named_layer_dims(param: Any) -> int:
     That is what `nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: "layers"})`
     writes in front of a parameter's `out_sharding`.
     """
-    names = param.get_metadata("out_sharding", None) or ()
+    given = param.get_metadata("out_sharding", None)
+    names = getattr(given, "spec", given) or ()  # a NamedSharding has a spec
     count = 0
     for name in names:
         if not isinstance(name, str) or name.lower() not in LAYER_NAMES:
@@ -68,13 +83,11 @@ def layer_dims(module: Any) -> dict[int, int]:
 
 def _in_layer(node: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """The parameters of one of Flax's layers, and the sizes in front of their own."""
-    for cls, dims in _DIMS.items():
-        if isinstance(node, cls):
-            for name, ndim in dims.items():
-                param = getattr(node, name, None)
-                if isinstance(param, nnx.Param):
-                    shape = _shape(param)
-                    yield param, shape[: len(shape) - ndim]
+    for name, ndim in _dims(node).items():
+        param = getattr(node, name, None)
+        if isinstance(param, nnx.Param):
+            shape = _shape(param)
+            yield param, shape[: len(shape) - ndim]
 
 
 def _shape(param: Any) -> tuple[int, ...]:

@@ -15,14 +15,10 @@ from flax import nnx
 
 from fsdp_jax import _functional
 from fsdp_jax._comm import Defer, GroupComm
+from fsdp_jax._managed import ManagedVariable, spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._ordering import Ordering, ordering_for
-from fsdp_jax._param import (
-    ManagedVariable,
-    is_abstract,
-    replicate,
-    spec_of,
-)
+from fsdp_jax._param import is_abstract, replicate
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_jax._spec import ParamSpec, dotted

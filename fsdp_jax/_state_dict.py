@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax import _functional
-from fsdp_jax._layout import choose_dim
+from fsdp_jax._managed import install, spec_of
 from fsdp_jax._move import move
-from fsdp_jax._param import check_own_trace, install, spec_of
+from fsdp_jax._param import check_own_trace
 from fsdp_jax._spec import dotted
 from fsdp_jax._state import state_of
 
@@ -37,8 +37,7 @@ def at_rest(value: Any) -> Any:
     if not spec.padding:
         return move(raw, spec.sharding(raw.ndim))
     own = value.get_value()
-    dim, _ = choose_dim(own.shape, spec.mesh.num_shards)
-    return move(own, spec.mesh.sharding(own.ndim, dim, spec.others))
+    return move(own, spec.unpadded_sharding(own.shape))
 
 
 def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleKeys:

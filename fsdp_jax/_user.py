@@ -28,8 +28,8 @@ from fsdp_jax._join import (
 )
 from fsdp_jax._local import shard_in
 from fsdp_jax._loss import split_loss
+from fsdp_jax._managed import ShardReadError
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._param import ShardReadError
 from fsdp_jax._spec import dotted
 from fsdp_jax._state import (
     deferred,

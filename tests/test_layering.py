@@ -32,6 +32,7 @@ ORDER = [
     "_schedule",
     "_layers",
     "_spec",
+    "_managed",
     "_param",
     "_moments",
     "_blocks",

@@ -126,6 +126,18 @@ def test_the_largest_dim() -> None:
     assert dims_of(odd, shard_placement_fn=largest_dim, uneven="pad")["kernel"] == 1
 
 
+def test_the_largest_dim_may_be_uneven() -> None:
+    odd = nnx.Linear(16, 21, use_bias=False, rngs=nnx.Rngs(0))
+    assert dims_of(odd, shard_placement_fn=largest_dim) == {"kernel": 0}
+    for place in (largest_dim, lambda _: Shard(1)):
+        with pytest.raises(ValueError, match="on dim 1, but 21 does not divide"):
+            fully_shard(
+                nnx.Linear(16, 21, use_bias=False, rngs=nnx.Rngs(0)),
+                shard_placement_fn=place,
+                uneven="error",
+            )
+
+
 def test_a_dim_that_a_scalar_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="'scale' of shape .*None for a scalar"):
         fully_shard(Scaled(), shard_placement_fn=lambda _: Shard(0))
@@ -232,6 +244,39 @@ def test_a_parameter_that_carries_a_sharding(mesh8: Any, spec: tuple) -> None:
     target = NamedSharding(mesh8, PartitionSpec(*spec))
     linear.kernel[...] = jax.device_put(linear.kernel[...], target)
     assert dims_of(linear, mesh=mesh8) == {"kernel": 0, "bias": 0}
+
+
+def test_an_annotation_that_is_a_sharding(mesh8: Any) -> None:
+    target = NamedSharding(mesh8, PartitionSpec(None, "fsdp"))
+    linear = nnx.Linear(
+        8, 16, kernel_metadata={"out_sharding": target}, rngs=nnx.Rngs(0)
+    )
+    assert dims_of(linear, mesh=mesh8)["kernel"] == 0
+
+
+STACKED = {
+    "conv": (lambda rngs: nnx.Conv(8, 8, (3,), rngs=rngs), {"kernel": 2, "bias": 1}),
+    "general": (
+        lambda rngs: nnx.LinearGeneral((8, 2), (4,), axis=(-2, -1), rngs=rngs),
+        {"kernel": 1, "bias": None},
+    ),
+    "einsum": (
+        lambda rngs: nnx.Einsum("ab,bc->ac", (8, 8), rngs=rngs),
+        {"kernel": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_stacks_of_other_layers(name: str) -> None:
+    make, expected = STACKED[name]
+
+    @nnx.split_rngs(splits=8)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs: nnx.Rngs) -> Any:
+        return make(rngs)
+
+    assert dims_of(stack(nnx.Rngs(0))) == expected
 
 
 def test_annotations_of_the_model_are_replaced_by_what_is_true(mesh8: Any) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fsdp_jax
 from fsdp_jax import MixedPrecisionPolicy, Shard, fully_shard
-from fsdp_jax._param import spec_of
+from fsdp_jax._managed import spec_of
 from tests import helpers
 
 
@@ -431,10 +431,10 @@ def test_what_a_padded_parameter_shows() -> None:
         np.testing.assert_array_equal(seen, values)
     assert kernel[8, 1] == values[8, 1] and kernel[-1, 1] == values[-1, 1]
     np.testing.assert_allclose(kernel.mean(), values.mean(), 1e-6)
-    assert "(12, 4)" in repr(linear) or "(12,4)" in repr(linear)
+    assert "# 36 (144 B)" in repr(kernel)
     row = fsdp_jax.describe(linear).rows[1]
     assert (row.shape, row.local_shape, row.padding) == ((9, 4), (3, 4), 3)
-    assert "0, 3 padded" in str(fsdp_jax.describe(linear))
+    assert "0 (+3)" in str(fsdp_jax.describe(linear))
 
 
 def test_writing_to_a_padded_parameter() -> None:
@@ -570,8 +570,9 @@ def test_error_names_the_parameter_and_changes_nothing() -> None:
 
 
 def test_unknown_words_are_refused() -> None:
+    zeros: Any = "zeros"
     with pytest.raises(ValueError, match="uneven must be one of .* got 'zeros'"):
-        fully_shard(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), uneven="zeros")
+        fully_shard(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), uneven=zeros)
 
 
 def test_a_failed_call_gives_padded_parameters_back() -> None:
@@ -602,3 +603,83 @@ def test_asked_dims_are_padded_too() -> None:
     want = nnx.Linear(4, 9, use_bias=False, rngs=nnx.Rngs(0))(x)
     got = fsdp_jax.shard_map(lambda m, x: m(x))(linear, x)
     np.testing.assert_allclose(got, want, 1e-5)
+
+
+def test_a_state_of_a_model_on_other_devices_is_taken_without_its_padding() -> None:
+    want = own_values(Odd(nnx.Rngs(5)))
+    for devices in (1, 3, 7):
+        source = sharded(helpers.mesh_of(devices), Odd(nnx.Rngs(5)))
+        target = sharded(helpers.mesh_of(5))
+        nnx.update(target, nnx.state(source))
+        helpers.assert_trees_close(own_values(target), want, rtol=0, atol=0)
+        assert_padding_is_zero(target)
+        np.testing.assert_allclose(
+            target(batch(5)[0]), Odd(nnx.Rngs(5))(batch(5)[0]), 1e-5
+        )
+
+
+@pytest.mark.parametrize("shape", [(10, 4), (8, 4), (3, 4)])
+def test_values_of_other_sizes_are_refused(shape: tuple[int, int]) -> None:
+    linear: Any = nnx.Linear(9, 4, rngs=nnx.Rngs(0))
+    want = np.asarray(linear.kernel[...])
+    fully_shard(linear, mesh=helpers.mesh_of(4), uneven="pad")
+    wrong = jnp.ones(shape)
+    for write in (
+        lambda: linear.kernel.set_value(wrong),
+        lambda: nnx.update(linear, {"kernel": wrong}),
+        lambda: nnx.jit(lambda m: m.kernel.set_value(jnp.ones(shape)))(linear),
+    ):
+        with pytest.raises(ValueError, match="'kernel' has 9 rows on dim -2"):
+            write()
+        np.testing.assert_array_equal(linear.kernel[...], want)
+    even: Any = fully_shard(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="'kernel' has 8 rows on dim -2"):
+        even.kernel.set_value(jnp.ones((16, 4)))
+    assert even.kernel.shape == (8, 4)
+
+
+def test_arguments_of_the_update_lose_their_padding_too() -> None:
+    data = batch(3)
+
+    def run(model: Any, make: Any, value_and_grad: Any) -> Any:
+        optimizer = make(model, optax.lbfgs(linesearch=None, learning_rate=0.1))
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, *data: Any) -> jax.Array:
+            value, grads = value_and_grad(helpers.mean_square)(model, *data)
+            optimizer.update(
+                model, grads, grad=grads, value=value, value_fn=lambda p: value
+            )
+            return value
+
+        return [float(step(model, optimizer, *data)) for _ in range(3)]
+
+    plain, model = Odd(nnx.Rngs(0)), sharded(helpers.mesh_of(3))
+    want = run(
+        plain, lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param), nnx.value_and_grad
+    )
+    got = run(model, fsdp_jax.Optimizer, fsdp_jax.value_and_grad)
+    np.testing.assert_allclose(got, want, 1e-4)
+    helpers.assert_trees_close(own_values(model), own_values(plain), rtol=1e-3)
+
+
+def test_state_dicts_of_tensor_parallel_parameters() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
+    layer: Any = nnx.Linear(9, 4, use_bias=False, rngs=nnx.Rngs(0))
+    want = np.asarray(layer.kernel[...])
+    target = NamedSharding(mesh, PartitionSpec(None, "tp"))
+    layer.kernel[...] = jax.device_put(layer.kernel[...], target)
+    dims = fsdp_jax.DataParallelMeshDims(shard="fsdp")
+    fully_shard(layer, mesh=mesh, dp_mesh_dims=dims, uneven="pad")
+    state = layer.state_dict()["kernel"]
+    np.testing.assert_array_equal(state, want)
+    assert state.sharding.spec == PartitionSpec(None, "tp")
+
+
+def test_the_norm_is_of_the_rows_of_the_parameter() -> None:
+    linear = nnx.Linear(9, 8, use_bias=False, rngs=nnx.Rngs(0))
+    fully_shard(linear, mesh=helpers.mesh_of(4), uneven="pad")
+    nnx.update(linear, jax.tree.map(jnp.ones_like, nnx.state(linear)))
+    np.testing.assert_allclose(fsdp_jax.global_norm(linear) ** 2, 72, 1e-6)
+    norm = nnx.jit(lambda m: fsdp_jax.global_norm(nnx.state(m)))
+    np.testing.assert_allclose(norm(linear) ** 2, 72, 1e-6)
