@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -37,6 +38,20 @@ def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     callee = eqn.params[key]
     return ClosedJaxpr(callee, ()) if isinstance(callee, Jaxpr) else callee
+
+
+def equations_inside(params: Any) -> Iterator[JaxprEqn]:
+    """Every equation of the programs in a tree, such as an equation's parameters."""
+
+    def is_program(x: Any) -> bool:
+        return isinstance(x, (ClosedJaxpr, Jaxpr))
+
+    for found in jax.tree.leaves(params, is_leaf=is_program):
+        if is_program(found):
+            program = found.jaxpr if isinstance(found, ClosedJaxpr) else found
+            for eqn in program.eqns:
+                yield eqn
+                yield from equations_inside(list(eqn.params.values()))
 
 
 def depends_on(

@@ -7,14 +7,12 @@ that knows of shards, groups or meshes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from fsdp_jax._dependence import depends_on
+from fsdp_jax._dependence import depends_on, equations_inside
 
 _COLLECTIVES = frozenset(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant "
@@ -62,7 +60,8 @@ def refuse_divergence(
         name = eqn.primitive.name
         if name not in ("cond", "while"):
             return
-        inside = list(_collectives(eqn.params))
+        found = equations_inside(eqn.params)
+        inside = [e for e in found if e.primitive.name in _COLLECTIVES]
         if not inside:
             return
         if name == "cond":
@@ -86,19 +85,6 @@ def refuse_divergence(
         depends_on(body, [*consts, *carry], decide, into_loops=True, look=look)
 
     return look
-
-
-def _collectives(params: Any) -> Iterator[JaxprEqn]:
-    """The collectives in the programs among an equation's parameters."""
-    for inner in jax.tree.leaves(
-        params, is_leaf=lambda x: isinstance(x, (ClosedJaxpr, Jaxpr))
-    ):
-        if not isinstance(inner, (ClosedJaxpr, Jaxpr)):
-            continue
-        for eqn in (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner).eqns:
-            if eqn.primitive.name in _COLLECTIVES:
-                yield eqn
-            yield from _collectives(list(eqn.params.values()))
 
 
 def _names(collectives: Sequence[JaxprEqn]) -> str:

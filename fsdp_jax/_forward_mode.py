@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
+
+from fsdp_jax._dependence import equations_inside
 
 # The linear part of a custom_vjp, in jax 0.10 to 0.12: reverse mode transposes it away,
 # forward mode leaves it in the program, which then cannot be compiled.
@@ -47,22 +47,5 @@ def check(closed: ClosedJaxpr) -> None:
     Raises:
         NotImplementedError: it cannot.
     """
-    if _holds(closed.jaxpr):
+    if any(e.primitive.name == _LEFT_OVER for e in equations_inside(closed)):
         raise NotImplementedError(_ADVICE)
-
-
-def _holds(jaxpr: Jaxpr) -> bool:
-    inner: list[Any] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == _LEFT_OVER:
-            return True
-        inner += [
-            x.jaxpr if isinstance(x, ClosedJaxpr) else x
-            for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
-            if _is_jaxpr(x)
-        ]
-    return any(_holds(x) for x in inner)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, (ClosedJaxpr, Jaxpr))
