@@ -192,7 +192,7 @@ class ManagedVariable(nnx.Variable):
             install(self, self._unpadded())
         try:
             super().set_value(value, **kwargs)
-            self._check_size(self.get_raw_value())
+            self._check_size(self.get_raw_value(), padded=False)
         except BaseException:
             install(self, before)
             raise
@@ -213,7 +213,7 @@ class ManagedVariable(nnx.Variable):
             value = theirs.unpadded(value)  # for another number of devices
             variable_state = variable_state.copy(value)
         if not isinstance(value, Tracer):
-            self._check_size(value)
+            self._check_size(value, padded=theirs is not None)
         super().update_from_state(variable_state)
         if own is not None:
             given = self.get_metadata(METADATA, None)
@@ -226,16 +226,24 @@ class ManagedVariable(nnx.Variable):
         value, spec = self.get_raw_value(), self.get_metadata(METADATA, None)
         if spec is None or not isinstance(value, jax.Array | Local):
             return
+        if spec.padding and not spec.full:
+            spec.check_dims(value)
         away = isinstance(value, Local) or spec.is_shard(value)
         if away and spec.mesh.per_device():
             raise ShardReadError(self, spec, tuple(value.shape))
 
-    def _check_size(self, value: Any) -> None:
-        """Raise if a value has another number of rows than the parameter."""
+    def _check_size(self, value: Any, padded: bool = True) -> None:
+        """Raise if a value has another number of rows than the parameter.
+
+        Args:
+            value: to be held.
+            padded: whether it may have the parameter's padding.
+        """
         spec = self._spec()
         if spec is None or spec.dim is None or not isinstance(value, _ARRAYS):
             return
-        known = spec.fits(value) or spec.rests(value) or len(value.shape) < -spec.dim
+        known = spec.fits(value) or len(value.shape) < -spec.dim
+        known = known or (padded and spec.rests(value))
         if not known and not spec.mesh.per_device():
             raise ValueError(
                 f"parameter {spec.path!r} has {spec.size} rows on dim {spec.dim}, "

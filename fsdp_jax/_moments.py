@@ -38,7 +38,7 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or mesh.per_device():
         return
     like = isinstance(spec, ParamSpec) and bool(value.ndim)
-    if not like or not (spec.fits(value) or spec.rests(value)):
+    if not like or not spec.fits(value):
         target = mesh.sharding(value.ndim, None)
         install(variable, move(value, target))
         if like:

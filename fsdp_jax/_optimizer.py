@@ -104,8 +104,9 @@ def _unpadded_values(tree: Any, like: Any = None) -> Any:
     """
 
     def unpadded(owner: Any, value: Any) -> Any:
-        spec, value = spec_of(owner), nnx.as_pure(value)
-        return value if spec is None else spec.unpadded(value)
+        spec, value = spec_of(value) or spec_of(owner), nnx.as_pure(value)
+        # Gradients rest as shards also while the parameters are full.
+        return value if spec is None else spec.marked(False).unpadded(value)
 
     owners = tree if like is None else like
     return jax.tree.map(unpadded, owners, tree, is_leaf=_is_variable)

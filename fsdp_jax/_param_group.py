@@ -80,13 +80,7 @@ class ParamGroup:
             value = variable.get_raw_value()
             if spec.dim is None or not spec.cut:
                 continue
-            if value.ndim < -spec.dim:
-                raise ValueError(
-                    f"parameter {spec.path!r} is cut on dim {spec.dim}, which it no "
-                    f"longer has (shape {tuple(value.shape)}): a scan or vmap took the "
-                    "layer dim of a stack away. Cut another dim: fully_shard(..., "
-                    "shard_placement_fn=lambda p: Shard(1))."
-                )
+            spec.check_dims(value)
             size = spec.rest_size // spec.mesh.num_shards
             if value.shape[spec.dim] != size:
                 raise ValueError(
@@ -109,6 +103,8 @@ class ParamGroup:
             in_backward: called when a gradient is taken.
         """
         values = self.values()
+        for value, spec in zip(values, self.specs, strict=True):
+            spec.check_dims(value)
         if self.is_traced():
             return [
                 _gather_traced(v, s, dtype, in_backward)

@@ -48,7 +48,23 @@ class ParamSpec:
 
     def __repr__(self) -> str:
         place = f"dim={self.dim}" if self.dim is not None else f"whole: {self.reason}"
+        place += ", unsharded at present" if self.full else ""
         return f"ParamSpec({self.path!r}, {place}, over {self.mesh.num_shards})"
+
+    def check_dims(self, value: Any) -> None:
+        """Raise if a value of the parameter lacks the dim that is cut.
+
+        Raises:
+            ValueError: it does: it is a slice of a stack.
+        """
+        shape = tuple(getattr(value, "shape", ()))
+        if self.dim is not None and self.cut and len(shape) < -self.dim:
+            raise ValueError(
+                f"parameter {self.path!r} is cut on dim {self.dim}, which it no longer "
+                f"has (shape {shape}): a scan or vmap took the layer dim of a stack "
+                "away. Cut another dim: fully_shard(..., shard_placement_fn=lambda p: "
+                "Shard(1)); or let it run over param[...], the array."
+            )
 
     @property
     def rest_size(self) -> int:

@@ -231,8 +231,9 @@ def test_a_named_stack_with_dims_that_do_not_divide() -> None:
 def test_a_stack_that_nothing_names_says_what_to_do_where_it_is_scanned() -> None:
     model = Decoder(None, linear=False)
     fully_shard(model.layers)
-    with pytest.raises(ValueError, match="'kernel'.*layer dim.*Shard"):
-        fsdp_jax.grad(lambda m, x: jnp.mean(m(x)))(model, jnp.ones((8, 8)))
+    for grad in (fsdp_jax.grad, nnx.grad):
+        with pytest.raises(ValueError, match="'kernel'.*layer dim.*Shard"):
+            grad(lambda m, x: jnp.mean(m(x)))(model, jnp.ones((8, 8)))
 
 
 # --- parameters that are cut already ----------------------------------------------

@@ -618,7 +618,7 @@ def test_a_state_of_a_model_on_other_devices_is_taken_without_its_padding() -> N
         )
 
 
-@pytest.mark.parametrize("shape", [(10, 4), (8, 4), (3, 4)])
+@pytest.mark.parametrize("shape", [(10, 4), (12, 4), (3, 4)])
 def test_values_of_other_sizes_are_refused(shape: tuple[int, int]) -> None:
     linear: Any = nnx.Linear(9, 4, rngs=nnx.Rngs(0))
     want = np.asarray(linear.kernel[...])
@@ -626,7 +626,7 @@ def test_values_of_other_sizes_are_refused(shape: tuple[int, int]) -> None:
     wrong = jnp.ones(shape)
     for write in (
         lambda: linear.kernel.set_value(wrong),
-        lambda: nnx.update(linear, {"kernel": wrong}),
+        lambda: nnx.update(linear, nnx.State({"kernel": nnx.Param(wrong)})),
         lambda: nnx.jit(lambda m: m.kernel.set_value(jnp.ones(shape)))(linear),
     ):
         with pytest.raises(ValueError, match="'kernel' has 9 rows on dim -2"):
@@ -683,3 +683,75 @@ def test_the_norm_is_of_the_rows_of_the_parameter() -> None:
     np.testing.assert_allclose(fsdp_jax.global_norm(linear) ** 2, 72, 1e-6)
     norm = nnx.jit(lambda m: fsdp_jax.global_norm(nnx.state(m)))
     np.testing.assert_allclose(norm(linear) ** 2, 72, 1e-6)
+
+
+@pytest.mark.parametrize("how", ["unshard", "kept"])
+def test_a_model_that_is_unsharded_trains(how: str) -> None:
+    data = batch(3)
+    model = sharded(
+        helpers.mesh_of(3), reshard_after_forward=False if how == "kept" else None
+    )
+    optimizer = fsdp_jax.Optimizer(model, tx())
+    if how == "kept":
+        model(data[0])  # an evaluation, which leaves every module full
+    else:
+        model.unshard()
+    losses = []
+    for _ in range(3):
+        value, grads = fsdp_jax.value_and_grad(helpers.mean_square)(model, *data)
+        optimizer.update(model, grads)
+        losses.append(float(value))
+    assert_same((losses, own_values(model)), twin(data))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (6, 5, 5)])
+def test_factored_moments_of_stacks(shape: tuple[int, int, int]) -> None:
+    class Stack(nnx.Module):
+        def __init__(self) -> None:
+            made = jax.random.normal(jax.random.key(0), shape)
+            self.kernel = nnx.Param(made)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.einsum("bi,lio->bo", x, jnp.sin(self.kernel[...]))
+
+    def make_tx() -> optax.GradientTransformation:
+        return optax.adafactor(1e-1, min_dim_size_to_factor=2)
+
+    x = jax.random.normal(jax.random.key(1), (6, shape[1]))
+    data = (x, jnp.ones((6, shape[2])))
+    model = Stack()
+    fully_shard(
+        model,
+        mesh=helpers.mesh_of(3),
+        uneven="pad",
+        shard_placement_fn=lambda _: Shard(1),
+    )
+    got = trained(
+        model,
+        fsdp_jax.value_and_grad,
+        data,
+        lambda m: fsdp_jax.Optimizer(m, make_tx()),
+    )
+    want = trained(
+        Stack(),
+        nnx.value_and_grad,
+        data,
+        lambda m: nnx.Optimizer(m, make_tx(), wrt=nnx.Param),
+    )
+    assert_same(got, want)
+
+
+def test_a_loop_over_the_padded_dim_of_a_variable_is_refused() -> None:
+    class Experts(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.arange(20.0).reshape(5, 4))
+
+        def mean(self, over: Any) -> jax.Array:
+            return nnx.vmap(lambda w: w[...].sum())(over).mean()
+
+    model = fully_shard(Experts(), mesh=helpers.mesh_of(3), uneven="pad")
+    for jit in (lambda f: f, nnx.jit):
+        with pytest.raises(ValueError, match=r"'w' is cut on dim -2.*param\[\.\.\.\]"):
+            jit(lambda m: m.mean(m.w))(model)
+        got = jit(lambda m: m.mean(m.w[...]))(model)
+        np.testing.assert_allclose(got, Experts().mean(Experts().w[...]), 1e-6)
