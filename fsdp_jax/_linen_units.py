@@ -112,7 +112,7 @@ def call_unit(
         variable = managed_class(nnx.Param).from_metadata(
             value, {**metadata, METADATA: info.spec}
         )
-        setattr(unit, f"param{i}", variable)
+        setattr(unit, f"param{i:06}", variable)  # NNX sorts names
     convert(unit, state)
     args, kwargs = jax.tree.map(
         lambda x: x.__jax_array__() if isinstance(x, OnRead) else x, (args, kwargs)
@@ -239,18 +239,32 @@ def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> An
     module, method = context.module, context.orig_method.func
     if context.method_name == "setup" or module.scope is None or _is_lifted(method):
         return next_fun(*args, **kwargs)
+    if isinstance(module, (nn.WeightNorm, nn.SpectralNorm)):
+        _check_layer(module.layer_instance)
     path = module.scope.path
     params = module.scope.variables().get("params", {})
     if not any(_is_of(x, path) for x in jax.tree.leaves(params, is_leaf=is_box)):
         return next_fun(*args, **kwargs)
     if any(part.startswith("map_variables(") for part in module.scope.debug_path):
-        raise ValueError(
-            f"module {joined(path)!r} is a group of its own inside of a module that "
-            "changes its parameters before it runs (nn.map_variables, as "
-            "nn.WeightNorm and nn.SpectralNorm use it), and each device has a piece "
-            "of them there. Name that module in `modules`, not this one."
-        )
+        _refuse_mapped(path)
     return _call_lifted(module, method, path, args, kwargs)
+
+
+def _check_layer(layer: nn.Module) -> None:
+    """Raise if a layer whose parameters are changed before it runs is not gathered."""
+    params = layer.scope.variables().get("params", {}) if layer.scope else {}
+    for x in jax.tree.leaves(params, is_leaf=is_box):
+        if isinstance(x, Box):
+            _refuse_mapped(x.info.unit)
+
+
+def _refuse_mapped(path: Path) -> None:
+    raise ValueError(
+        f"module {joined(path)!r} is a group of its own, but something outside of it "
+        "changes its parameters before it runs (nn.map_variables, nn.WeightNorm, "
+        "nn.SpectralNorm), where each device has a piece of them only. Name a module "
+        "that contains both in `modules`, or leave it to the root."
+    )
 
 
 def _is_lifted(method: Any) -> bool:
