@@ -12,11 +12,12 @@ import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core.scope import in_filter, subtract_filters
+from jax.core import Tracer
 
 from fsdp_jax import _collectives, _functional
 from fsdp_jax._linen_names import Path, canonical, named
 from fsdp_jax._linen_program import infos_of, program_state
-from fsdp_jax._linen_units import Box, Info, OnRead, call_unit, intercept, unwrap, wrap
+from fsdp_jax._linen_units import READS, Box, Info, call_unit, intercept, unwrap, wrap
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import move
 
@@ -145,16 +146,16 @@ class ShardedModule:
         return output, updates
 
     def _piece(self, name: Path, x: Any) -> Any:
-        """What this program holds of a parameter with what is known; or a full array."""
-        if isinstance(x, OnRead):
-            return x.value, x.info
+        """What this program holds of a parameter, and its info; or a full array."""
+        if (piece := READS.piece(x)) is not None:
+            return piece
         info = self._infos.get(name)
         if info is None:
             return x
         spec = info.spec
         if spec.mesh.per_device():
             return (x, info) if not spec.cut or spec.is_shard(x) else x
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             x = move(x, spec.sharding(x.ndim))
         return x, info
 
@@ -181,11 +182,13 @@ class ShardedModule:
 
         def make(rngs: Any, arrays: Any) -> Any:
             args, kwargs = taken.put((), arrays)
-            return self.module.init(rngs, *args, **kwargs)
+            # Under no mesh, or Linen asks for the shardings that boxes name.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return self.module.init(rngs, *args, **kwargs)
 
         shapes = jax.eval_shape(make, rngs, arrays)
         targets = places_of(shapes, self._infos, self._root.mesh)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rngs, arrays))):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((rngs, arrays))):
             return jax.tree.map(move, make(rngs, arrays), targets)
         return jax.jit(make, out_shardings=targets)(rngs, arrays)
 

@@ -70,8 +70,8 @@ def find_units(
         TypeError: an entry that is neither a name, nor a class, nor a predicate.
         ValueError: an entry that finds nothing, or that needs `inputs`.
     """
-    single = isinstance(modules, str) or callable(modules)
-    entries = (modules,) if single else tuple(modules)
+    listed = isinstance(modules, Sequence) and not isinstance(modules, str)
+    entries = tuple(modules) if listed else (modules,)
     params = list(named(variables["params"]))
     below = {path[:i] for path in params for i in range(1, len(path))}
     traced: dict[int, set[Path]] = {}

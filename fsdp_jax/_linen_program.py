@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax import nnx
 
 from fsdp_jax import _functional
 from fsdp_jax._linen_names import Path, canonical, joined, named
-from fsdp_jax._linen_units import Info, Level, OnRead
+from fsdp_jax._linen_units import READS, Info, Level, read
 from fsdp_jax._param import install, spec_of
 from fsdp_jax._state import FSDPState, is_sharded, state_of
 
@@ -96,6 +96,28 @@ def fill(holder: Any, params: Mapping[Path, Any], who: str) -> None:
                 f"with {shape}."
             )
         install(variables[path], value)
+
+
+def _gathered(
+    holder: Any, names: Container[Path]
+) -> tuple[dict[Path, Any], list[Any], list[Any]]:
+    """The parameters as a function gets them.
+
+    Returns:
+        All by their names, those of groups gathered; the gathered ones alone, and the
+        piece of each.
+    """
+    found = {p: v.get_raw_value() for p, v in _functional.walk(holder) if p in names}
+    groups: dict[Path, list[tuple[Any, Info]]] = {}
+    for path, info in infos_of(holder).items():
+        groups.setdefault(info.unit, []).append((found[path], info))
+    arrays, pieces = [], []
+    for group in groups.values():
+        arrays += read(group)
+        pieces += group
+    for (_, info), x in zip(pieces, arrays, strict=True):
+        found[info.name] = x
+    return found, arrays, pieces
 
 
 class Adapter:
@@ -177,6 +199,7 @@ class Adapter:
 
     def _replaced(self, tree: Any, replace: Callable[[str, Any], Any]) -> Any:
         """A tree with something in place of what has a collection's structure."""
+
         def one(keys: Any, x: Any) -> Any:
             names = self._named(x)
             if names is None:
@@ -210,19 +233,12 @@ class Adapter:
         @functools.wraps(self._f)
         def run(holder: Any, *args: Any, cut: Any = None, **kwargs: Any) -> Any:
             held = getattr(holder, _HELD)
-            infos = infos_of(holder)
-            params = []
-            for path, variable in _functional.walk(holder):
-                if path in self._params:
-                    value = variable.get_raw_value()
-                    known = infos.get(path)
-                    params.append((path, OnRead(value, known) if known else value))
-            by_name = dict(params)
+            given, arrays, pieces = _gathered(holder, self._params)
             params = jax.tree.unflatten(
-                self._params_tree, [by_name[name] for name in self._params]
+                self._params_tree, [given[name] for name in self._params]
             )
 
-            def given(name: str, treedef: Any) -> Any:
+            def collection(name: str, treedef: Any) -> Any:
                 return jax.tree.unflatten(
                     treedef,
                     [
@@ -233,18 +249,23 @@ class Adapter:
 
             first = params
             if self.whole:
-                others = {n: given(n, t) for n, t in self._structure.items()}
+                others = {n: collection(n, t) for n, t in self._structure.items()}
                 first = {"params": params, **others, **(cut or {})}
             args, kwargs = jax.tree.map(
-                lambda x: given(x.name, x.treedef) if isinstance(x, Collection) else x,
+                lambda x: (
+                    collection(x.name, x.treedef) if isinstance(x, Collection) else x
+                ),
                 (args, kwargs),
                 is_leaf=_functional.is_node,
             )
-            return self._sealed(self._f(first, *args, **kwargs), held)
+            with READS.of(arrays, pieces):
+                output = self._f(first, *args, **kwargs)
+            names = {id(x): name for name, x in given.items()}
+            return self._sealed(output, held, names)
 
         return run
 
-    def _sealed(self, output: Any, held: Any) -> Any:
+    def _sealed(self, output: Any, held: Any, params: dict[int, Path]) -> Any:
         """Results with parameters and collections put away."""
         written: dict[str, list[Any]] = {}
 
@@ -271,7 +292,7 @@ class Adapter:
         if self._joins:
             output = self._replaced(output, put_away)
         return jax.tree.map(
-            lambda x: Unchanged(x.info.name) if isinstance(x, OnRead) else x,
+            lambda x: Unchanged(params[id(x)]) if id(x) in params else x,
             output,
             is_leaf=_functional.is_node,
         )
@@ -294,10 +315,7 @@ class Adapter:
 
     def gradients(self, grads: Any) -> Any:
         """Gradients in the form of the parameters."""
-        found = {
-            path: v.get_raw_value()
-            for path, v in nnx.to_flat_state(grads)
-        }
+        found = {path: v.get_raw_value() for path, v in nnx.to_flat_state(grads)}
         leaves = [found[name] for name in self._params]
         params = jax.tree.unflatten(self._params_tree, leaves)
         return {"params": params} if self.whole else params

@@ -9,12 +9,12 @@ groups (`_linen_names`), and what is differentiated (`_linen_program`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx, struct
 from flax.core import lift, meta
@@ -22,12 +22,13 @@ from flax.core.scope import DenyList
 from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 
+from fsdp_jax import _gather
 from fsdp_jax._linen_names import Path, is_box, joined
-from fsdp_jax._local import shard_in
 from fsdp_jax._module import convert
+from fsdp_jax._move import move
 from fsdp_jax._param import METADATA, ParamSpec, managed_class
 from fsdp_jax._policies import MixedPrecisionPolicy
-from fsdp_jax._state import FSDPState, group_of
+from fsdp_jax._state import FSDPState, comm_of, group_of
 
 
 class Level(nnx.Module):
@@ -106,6 +107,13 @@ def call_unit(
     Returns:
         The output of `run`, and a tree of arrays.
     """
+    unit = _unit(pieces, state)
+    output, updates = unit(run, args, kwargs, wrap(carried))
+    return output, unwrap(updates)
+
+
+def _unit(pieces: Sequence[tuple[Any, Info]], state: FSDPState) -> Any:
+    """The group of these parameters, in the trace that is going on."""
     unit = Unit()
     metadata = nnx.Param(0).get_metadata()
     for i, (value, info) in enumerate(pieces):
@@ -114,84 +122,62 @@ def call_unit(
         )
         setattr(unit, f"param{i:06}", variable)  # NNX sorts names
     convert(unit, state)
-    args, kwargs = jax.tree.map(
-        lambda x: x.__jax_array__() if isinstance(x, OnRead) else x, (args, kwargs)
-    )
-    output, updates = unit(run, args, kwargs, wrap(carried))
-    return output, unwrap(updates)
+    return unit
 
 
-class OnRead(np.lib.mixins.NDArrayOperatorsMixin):
-    """A parameter where it is not gathered; code that computes with it gathers it.
+def read(pieces: Sequence[tuple[Any, Info]]) -> list[jax.Array]:
+    """Gather parameters of one group for code outside of the group's module.
 
-    No pytree: `jax.tree.leaves` of parameters gives these, not one device's pieces.
+    In a per-device program; in their own dtype, and kept until backward. Nothing waits
+    for that, and what nothing computes with, JAX leaves out when it lowers the program.
+    """
+    if not pieces:
+        return []
+    state = pieces[0][1].state
+    policy = MixedPrecisionPolicy(reduce_dtype=state.mp_policy.reduce_dtype)
+    unit = _unit(pieces, dataclasses.replace(state, mp_policy=policy))
+    group = group_of(unit)
+    group.check_shards()
+    comm = comm_of(unit, group)
+    shards = _gather.refuse_inner(group.values(), comm)
+    sinks, full = group.local("sink"), group.local("full")
+    return _gather.gather_kept(shards, comm, sinks=sinks, full=full)
 
-    Attributes:
-        value: what this program holds of it.
-        info: what is known of it.
+
+class Reads(threading.local):
+    """The parameters that a function of them was given gathered, in this thread.
+
+    An `apply` that gets one of them takes its shard instead, and gathers when it is
+    time. They are known by identity, so this holds them.
     """
 
-    def __init__(self, value: Any, info: Info) -> None:
-        self.value, self.info = value, info
+    def __init__(self) -> None:
+        self._known: list[dict[int, tuple[Any, tuple[Any, Info]]]] = []
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        shape, spec = list(self.value.shape), self.info.spec
-        if spec.dim is not None and spec.is_shard(self.value):
-            shape[spec.dim] = spec.size
-        return tuple(shape)
+    @contextmanager
+    def of(self, arrays: Sequence[Any], pieces: Sequence[Any]) -> Iterator[None]:
+        """Know these arrays within the block."""
+        pairs = zip(arrays, pieces, strict=True)
+        self._known.append({id(x): (x, piece) for x, piece in pairs})
+        try:
+            yield
+        finally:
+            self._known.pop()
 
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
+    def piece(self, x: Any) -> tuple[Any, Info] | None:
+        """The shard of a gathered parameter; None for any other array."""
+        known = self._known[-1].get(id(x)) if self._known else None
+        return known[1] if known is not None and known[0] is x else None
 
-    @property
-    def dtype(self) -> Any:
-        return self.value.dtype
 
-    def __jax_array__(self) -> jax.Array:
-        state = self.info.state
-        policy = MixedPrecisionPolicy(reduce_dtype=state.mp_policy.reduce_dtype)
-        state = dataclasses.replace(
-            state, reshard_after_forward=False, mp_policy=policy
-        )
-
-        def read(full: Any, args: Any, kwargs: Any, carried: Any) -> Any:
-            return full[0], ()
-
-        return call_unit([(self.value, self.info)], state, read, (), {}, ())[0]
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.asarray(self.__jax_array__(), dtype)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any):
-        if method != "__call__":
-            return NotImplemented
-        arrays = [x.__jax_array__() if isinstance(x, OnRead) else x for x in inputs]
-        return getattr(jnp, ufunc.__name__)(*arrays, **kwargs)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.__jax_array__()[index]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__jax_array__(), name)
-
-    def __repr__(self) -> str:
-        shape = ", ".join(map(str, self.shape))
-        return f"<parameter {joined(self.info.name)} {self.dtype}[{shape}]>"
+READS = Reads()
 
 
 class Box(struct.PyTreeNode, meta.AxisMetadata):
     """A parameter of another group than the one that is running, in Linen's variables.
 
     It goes through the lifted transforms of Linen, which tell it of the dims that they
-    take away, and where a module reads it becomes an `OnRead`.
+    take away, and is gathered where a module reads it.
 
     Attributes:
         value: what this program holds of it.
@@ -201,8 +187,13 @@ class Box(struct.PyTreeNode, meta.AxisMetadata):
     value: Any
     info: Info = struct.field(pytree_node=False)
 
-    def unbox(self) -> OnRead:
-        return OnRead(self.value, self.info)
+    def unbox(self) -> Any:
+        spec, value = self.info.spec, self.value
+        if spec.mesh.per_device():
+            return read([(value, self.info)])[0]
+        if spec.memory_kind is None:
+            return value
+        return move(value, spec.whole(value.ndim))
 
     def replace_boxed(self, val: Any) -> Any:
         return val

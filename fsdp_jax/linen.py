@@ -1,4 +1,4 @@
-"""Flax Linen models: `fully_shard`, and the transforms of a function of their variables.
+"""Flax Linen models: `fully_shard`, and transforms of functions of their variables.
 
 A Linen model stays a module and a tree of variables. Its parameters rest as shards, in
 a tree like before, and a `ShardedModule` takes the place of the module: its `apply`
@@ -9,13 +9,14 @@ differentiating, which are done as for NNX.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
+from flax import core, nnx
 from flax import linen as nn
-from flax import nnx
 
 from fsdp_jax import _functional, _transforms
 from fsdp_jax._fully_shard import fully_shard as _fully_shard
@@ -26,9 +27,15 @@ from fsdp_jax._linen_program import Adapter, infos_of
 from fsdp_jax._linen_units import Level, Unit
 from fsdp_jax._module import FSDPModule
 from fsdp_jax._move import move
+from fsdp_jax._optimizer import _elsewhere as init_elsewhere
 from fsdp_jax._param import install
 from fsdp_jax._pending import PendingGradients
-from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
+from fsdp_jax._policies import (
+    PINNED_HOST,
+    UNPINNED_HOST,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from fsdp_jax._state import state_of
 
 
@@ -46,7 +53,7 @@ def fully_shard(
     ignored_params: Any = None,
     dp_mesh_dims: Any = None,
     uneven: str = "auto",
-) -> tuple[ShardedModule, dict[str, Any]]:
+) -> tuple[ShardedModule, Any]:
     """Shard the parameters of a Linen model over a mesh, group by group.
 
     Each submodule that `modules` names is one group, without what inner ones of them
@@ -80,15 +87,32 @@ def fully_shard(
 
     Raises:
         TypeError: an argument of the wrong type.
+        RuntimeError: the module was sharded before.
         ValueError: no parameters, an entry of `modules` that finds nothing or has no
             parameters of its own, and as `fsdp_jax.fully_shard`.
 
     Source: README, "Flax Linen"; PyTorch `fully_shard`.
     """
+    if isinstance(module, ShardedModule):
+        raise RuntimeError(
+            "fully_shard has already been applied to this module. Name all submodules "
+            "in one call (modules=)."
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fully_shard: expected a Linen module, got {type(module).__name__}. For "
             "NNX modules there is fsdp_jax.fully_shard."
+        )
+    if module.scope is not None:
+        raise ValueError(
+            "fully_shard: the module is bound to variables. Pass the unbound one, and "
+            "the variables next to it."
+        )
+    if getattr(offload_policy, "memory_kind", None) == UNPINNED_HOST:
+        raise ValueError(
+            "fully_shard: compiled programs return arrays of unpinned host memory in "
+            "device memory, where parameters that are no NNX Variables would stay. Use "
+            "CPUOffloadPolicy()."
         )
     if not isinstance(variables, Mapping) or not variables.get("params"):
         raise ValueError(
@@ -157,7 +181,7 @@ def _at(holder: Any, path: Path) -> Any:
 
 def _finished(
     module: nn.Module, variables: Mapping[str, Any], holder: Any
-) -> tuple[ShardedModule, dict[str, Any]]:
+) -> tuple[ShardedModule, Any]:
     """The model and its variables, from the module that holds sharded parameters."""
     values = {
         path: v for path, v in _functional.walk(holder) if isinstance(v, nnx.Variable)
@@ -179,6 +203,8 @@ def _finished(
         for name, tree in variables.items()
         if name != "params"
     }
+    if isinstance(variables, core.FrozenDict):
+        placed = core.freeze(placed)
     return ShardedModule(module, holder, known), placed
 
 
@@ -228,6 +254,9 @@ def value_and_grad(
         ValueError: parameters of another model.
         And as `fsdp_jax.value_and_grad`.
 
+    Warns:
+        UserWarning: there is no array among the other arguments.
+
     Source: README, "Flax Linen".
     """
     options = {
@@ -240,6 +269,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_grad_f(first: Any, /, *args: Any, pending: Any = None, **kwargs: Any):
+        _warn_without_batch((args, kwargs), model)
         slices = num_microbatches > 1
         adapter = Adapter(f, first, model, "value_and_grad", has_aux, slices)
         transform = _transforms.value_and_grad(adapter.function(), **options)
@@ -305,6 +335,18 @@ def shard_map(
     return shard_map_f
 
 
+def _warn_without_batch(args: Any, model: ShardedModule) -> None:
+    arrays = [x for x in jax.tree.leaves(args) if _functional.is_array(x) and x.ndim]
+    if not arrays and model.mesh.num_devices > 1:
+        warnings.warn(
+            "value_and_grad: f has no array argument besides the parameters, so every "
+            "device computes all of the batch that f may have in its closure. Pass the "
+            "batch as an argument: value_and_grad(f, model)(params, batch).",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def _check_model(who: str, f: Any, model: Any) -> None:
     if not callable(f):
         raise TypeError(f"{who}: f must be callable, got {type(f).__name__}.")
@@ -313,3 +355,43 @@ def _check_model(who: str, f: Any, model: Any) -> None:
             f"{who}: model must be the ShardedModule that fsdp_jax.linen.fully_shard "
             f"returned, got {type(model).__name__}."
         )
+
+
+def optimizer(
+    tx: optax.GradientTransformation, model: ShardedModule
+) -> optax.GradientTransformation:
+    """Make an optax transformation whose state rests where the parameters do.
+
+    For `TrainState.create(..., tx=optimizer(tx, model))`. Moments are cut as their
+    parameters, counters are on the model's mesh from the first step on. Needed where
+    parameters rest in host memory: then the update runs there.
+
+    Args:
+        tx: an optax gradient transformation.
+        model: the model that it trains.
+
+    Returns:
+        The transformation.
+
+    Source: README, "Flax Linen"; `fsdp_jax.Optimizer`.
+    """
+    infos = infos_of(model.groups)
+    kinds = {info.spec.memory_kind for info in infos.values()}
+
+    def settle(path: Any, x: Any) -> Any:
+        if not _functional.is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        names = tuple(str(_functional.plain_key(key)) for key in path)
+        names = names[:-1] if names[-1:] == ("value",) else names  # of a box
+        for i in range(len(names)):
+            info = infos.get(names[i:])
+            if info is not None and x.ndim and info.spec.fits(x):
+                return move(x, info.spec.sharding(x.ndim))
+        return move(x, model.mesh.whole_like(x))
+
+    def init(params: Any) -> Any:
+        state = init_elsewhere(tx).init(params)
+        return jax.tree_util.tree_map_with_path(settle, state)
+
+    update = on_host(tx).update if PINNED_HOST in kinds else tx.update
+    return optax.GradientTransformationExtraArgs(init, update)
