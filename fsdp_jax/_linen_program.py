@@ -23,7 +23,9 @@ from fsdp_jax._state import FSDPState, is_sharded, state_of
 
 # Cut over the devices as the batch is; all other collections are whole on each.
 CUT = "cache"
-_HELD = "other variables"  # a name that no submodule has
+# Names that no submodule and no argument has.
+_HELD = "other variables"
+_CUT_ARGUMENT = "the variables"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,11 @@ def _gathered(
     return found, arrays, pieces
 
 
+def _kind(collection: str) -> type[nnx.Variable]:
+    """The class of Variables that is joined over devices as a collection is to be."""
+    return nnx.BatchStat if collection == "batch_stats" else nnx.Variable
+
+
 class Adapter:
     """One call of a function of Linen variables.
 
@@ -131,9 +138,6 @@ class Adapter:
         joins: whether collections among the results are told from other results.
         slices: whether there is more than one micro-batch.
 
-    Attributes:
-        holder: the module, filled.
-        whole: whether `first` is all variables, not the parameters.
     """
 
     def __init__(
@@ -147,15 +151,17 @@ class Adapter:
     ) -> None:
         self._f, self._who, self._joins, self._slices = f, who, joins, slices
         self._known = dict(model.collections)
-        self.holder = holder = model.groups
-        self.whole = isinstance(first, Mapping) and "params" in first
-        params = first["params"] if self.whole else first
+        self._holder = holder = model.groups
+        self._whole = isinstance(first, Mapping) and "params" in first
+        params = first["params"] if self._whole else first
         self._params, self._params_tree = named(params), jax.tree.structure(params)
         fill(holder, self._params, who)
         self._held: dict[str, dict[Path, nnx.Variable]] = {}
         self._structure: dict[str, Any] = {}
         setattr(holder, _HELD, Level())
-        others = {k: v for k, v in first.items() if k != "params"} if self.whole else {}
+        others = (
+            {k: v for k, v in first.items() if k != "params"} if self._whole else {}
+        )
         self._cut = {k: v for k, v in others.items() if k == CUT}
         for name, tree in others.items():
             if name not in self._cut:
@@ -165,18 +171,17 @@ class Adapter:
     def _hold(self, name: str, tree: Any) -> None:
         """Let the module hold a collection: whole on each device, and carried on."""
         self._known.setdefault(name, jax.tree.structure(canonical(tree)))
-        kind = nnx.BatchStat if name == "batch_stats" else nnx.Variable
-        held = {path: kind(x) for path, x in named(tree).items()}
+        held = {path: _kind(name)(x) for path, x in named(tree).items()}
         self._held[name] = held
         for path, variable in held.items():
-            setattr(getattr(self.holder, _HELD), joined((name, *path)), variable)
+            setattr(getattr(self._holder, _HELD), joined((name, *path)), variable)
 
     def call(self, transform: Callable, args: Any, kwargs: Any, **options: Any) -> Any:
         """Call a transform of `function` with the arguments of a call of `f`."""
         args, kwargs = self._taken((args, kwargs))
         if self._cut:
-            kwargs = {**kwargs, "cut": self._cut}
-        return transform(self.holder, *args, **kwargs, **options)
+            kwargs = {**kwargs, _CUT_ARGUMENT: self._cut}
+        return transform(self._holder, *args, **kwargs, **options)
 
     def _taken(self, args: Any) -> Any:
         """Other arguments with `Collection`s in place of those of the model."""
@@ -231,8 +236,8 @@ class Adapter:
         """The function for the NNX side: of the module and the other arguments."""
 
         @functools.wraps(self._f)
-        def run(holder: Any, *args: Any, cut: Any = None, **kwargs: Any) -> Any:
-            held = getattr(holder, _HELD)
+        def run(holder: Any, *args: Any, **kwargs: Any) -> Any:
+            held, cut = getattr(holder, _HELD), kwargs.pop(_CUT_ARGUMENT, {})
             given, arrays, pieces = _gathered(holder, self._params)
             params = jax.tree.unflatten(
                 self._params_tree, [given[name] for name in self._params]
@@ -248,9 +253,9 @@ class Adapter:
                 )
 
             first = params
-            if self.whole:
+            if self._whole:
                 others = {n: collection(n, t) for n, t in self._structure.items()}
-                first = {"params": params, **others, **(cut or {})}
+                first = {"params": params, **others, **cut}
             args, kwargs = jax.tree.map(
                 lambda x: (
                     collection(x.name, x.treedef) if isinstance(x, Collection) else x
@@ -280,14 +285,15 @@ class Adapter:
             )
             if same:
                 return Collection(name, jax.tree.structure(tree))
-            if self._slices:
+            if not self._slices:
+                return jax.tree.map(_kind(name), tree)
+            if name == "batch_stats":
                 raise ValueError(
-                    f"{self._who}: f returns the collection {name!r} with values that "
-                    "num_microbatches cannot carry from slice to slice. Pass the "
-                    "collection as an argument, and return it once."
+                    f"{self._who}: f returns {name!r}, but num_microbatches cannot "
+                    "carry it from slice to slice. Pass it as an argument, and return "
+                    "it once."
                 )
-            kind = nnx.BatchStat if name == "batch_stats" else nnx.Variable
-            return jax.tree.map(kind, tree)
+            return tree
 
         if self._joins:
             output = self._replaced(output, put_away)
@@ -318,4 +324,4 @@ class Adapter:
         found = {path: v.get_raw_value() for path, v in nnx.to_flat_state(grads)}
         leaves = [found[name] for name in self._params]
         params = jax.tree.unflatten(self._params_tree, leaves)
-        return {"params": params} if self.whole else params
+        return {"params": params} if self._whole else params

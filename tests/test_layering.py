@@ -62,6 +62,7 @@ ORDER = [
     "_linen_units",
     "_linen_program",
     "_linen_model",
+    "_linen_shard",
     "linen",
     "_hlo",
     "_hlo_buffers",
