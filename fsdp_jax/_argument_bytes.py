@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fsdp_jax._functional import plain_key
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
 
 
@@ -22,7 +23,8 @@ class ArgumentBytes:
     """Bytes of one device, and facts of the parameters.
 
     Attributes:
-        parameter_bytes: `nnx.Param` Variables in device memory.
+        parameter_bytes: `nnx.Param` Variables in device memory, and what lies under
+            `params`, as in Linen's variables and `TrainState`.
         moment_bytes: optimizer state there: `nnx.OptState` Variables, optax states.
         other_bytes: everything else there.
         host_parameter_bytes: one device's share of the parameters in host memory.
@@ -82,7 +84,8 @@ def device_kind_of(sharding: Any) -> str:
 def _arrays(arguments: Any) -> Iterator[tuple[str, Any]]:
     """Every array of the arguments and its kind."""
     seen: set[int] = set()
-    for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole):
+    leaves = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=_is_whole)
+    for path, leaf in leaves:
         found: list[tuple[str, Any]] = []
         if isinstance(leaf, nnx.Variable):
             found = [_variable(leaf)]
@@ -92,7 +95,8 @@ def _arrays(arguments: Any) -> Iterator[tuple[str, Any]]:
             variables = [v for _, v in nnx.iter_graph(leaf)]
             found = [_variable(v) for v in variables if isinstance(v, nnx.Variable)]
         else:
-            found = [("other", leaf)]
+            below = any(plain_key(key) == "params" for key in path)
+            found = [("parameter" if below else "other", leaf)]
         for kind, array in found:
             if hasattr(array, "shape") and hasattr(array, "dtype"):
                 if id(array) not in seen:

@@ -300,7 +300,7 @@ def shard_batch(batch: Any, model: Any) -> Any:
     Args:
         batch: tree of arrays, `(rows, ...)` of this process; scalars are replicated. A
             `jax.ShapeDtypeStruct` stands for the rows of all processes and stays one.
-        model: a sharded module, or one that contains some.
+        model: a sharded module, or one that contains some; also a Linen one.
 
     Returns:
         The tree with global `jax.Array`s, `(rows of all processes, ...)`.
@@ -313,7 +313,7 @@ def shard_batch(batch: Any, model: Any) -> Any:
     Source: README, "The loop".
     """
     who = "shard_batch"
-    mesh = mesh_of([model] if _functional.is_node(model) else [], who)
+    mesh = mesh_of(_functional.model_nodes(model), who)
     here = mesh.places_here()
 
     def place(keys: Any, x: Any) -> Any:

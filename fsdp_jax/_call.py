@@ -18,6 +18,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from fsdp_jax import _functional, _gather, _ordering, _precision, _schedule
+from fsdp_jax._bridge import as_linen_expects
 from fsdp_jax._comm import cast_floating
 from fsdp_jax._local import Local
 from fsdp_jax._managed import ShardReadError
@@ -75,7 +76,8 @@ def _window(module: Any, group: ParamGroup, full: list[Any]) -> Iterator[None]:
         for path, m in inner:
             set_state(m, inside=True, path=f"{own}.{path}" if own else path)
         try:
-            yield
+            with as_linen_expects(module):
+                yield
         finally:
             set_state(module, window=False)
             for (_, m), (inside, path) in zip(inner, before, strict=True):

@@ -134,7 +134,7 @@ def describe(model: Any) -> Description:
     Only shapes are read, so this is cheap and works in every process, and inside jit.
 
     Args:
-        model: a sharded module, or one that contains some.
+        model: a sharded module, or one that contains some; also a Linen one.
 
     Returns:
         The report; print it, or read its `rows`.
@@ -144,7 +144,8 @@ def describe(model: Any) -> Description:
 
     Source: README, "The contract".
     """
-    mesh = mesh_of([model] if _functional.is_node(model) else [], "describe")
+    nodes = _functional.model_nodes(model)
+    mesh, model = mesh_of(nodes, "describe"), nodes[0]
     owners = _owners(model)
     rows, gathered = [], {}
     for path, variable in _functional.walk(model):

@@ -24,6 +24,12 @@ def is_node(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
+def model_nodes(model: Any) -> list[Any]:
+    """The node that a model is, or has under `groups`; none for anything else."""
+    node = model if is_node(model) else getattr(model, "groups", None)
+    return [node] if is_node(node) else []
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of JAX or numpy, a numpy scalar, or traced."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
