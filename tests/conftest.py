@@ -2,11 +2,12 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+from tests.flags import xla_flags
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import gc
 import importlib.util
 
 import jax
@@ -16,6 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tests import helpers
+
+gc.set_threshold(50_000, 10, 10)  # traces are many objects, and few of them garbage
 
 OPTIONAL = {
     "needs_tpu_compiler": ("libtpu", "tpu-plan"),

@@ -1,5 +1,6 @@
 """Models, comparisons and counts that tests share."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
-from fsdp_jax import fully_shard
+from fsdp_jax import FSDPModule, Optimizer, fully_shard, scan_layers
 
 VOCABULARY = 64
 
@@ -65,6 +66,50 @@ class Transformer(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Residual(nnx.Module):
+    """Two linear layers around a skip connection."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Stack(nnx.Module):
+    """Three stacked `Residual` in a loop, and a head.
+
+    Args:
+        how: "scan" or "remat" with `nnx.scan`, "scan_layers" or "scan_layers remat".
+    """
+
+    def __init__(self, how: str) -> None:
+        make = nnx.vmap(Residual, in_axes=0, out_axes=0)
+        self.layers = make(nnx.Rngs(0).split(3))
+        self.head = nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+        self.how = how
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.how.startswith("scan_layers"):
+            x = scan_layers(self.layers, x, remat=self.how.endswith("remat"))
+            return self.head(x)
+
+        def one(layer, x):
+            return layer(x)
+
+        one = nnx.remat(one) if self.how == "remat" else one
+        loop = nnx.scan(one, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self.head(loop(self.layers, x))
+
+
+@functools.cache
+def gradients_of_stack() -> Any:
+    """Loss and gradients of the unsharded `Stack` for `regression_batch()`."""
+    step = nnx.jit(nnx.value_and_grad(mean_square))
+    return step(Stack("scan"), *regression_batch())
 
 
 def shard_blocks(model: Any, **kwargs: Any) -> Any:
@@ -151,6 +196,13 @@ def train(
         return value
 
     return [float(step(model, optimizer, *batch)) for _ in range(steps)]
+
+
+def clipped_adamw(model: Any) -> Any:
+    """An optimizer that clips by the global norm; this library's if sharded."""
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
+    make = Optimizer if isinstance(model, FSDPModule) else nnx.Optimizer
+    return make(model, tx, wrt=nnx.Param)
 
 
 def count_collectives(text: str) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Accumulation on models of all kinds, in every way, against the plain model."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -205,6 +206,22 @@ MODELS: dict[str, tuple[type, Callable[..., Any], Any]] = {
 }
 
 
+def batch() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
+
+
+def made(make: type) -> Any:
+    with jax.set_mesh(wide_mesh()) if make is Partitioned else nullcontext():
+        return make(nnx.Rngs(0))
+
+
+@functools.cache
+def unsharded(name: str) -> Any:
+    make, _, wrt = MODELS[name]
+    twin_gradient = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, wrt)))
+    return twin_gradient(made(make), batch())
+
+
 def everything(model: Any, x: jax.Array, wrt: Any) -> dict[str, Any]:
     """Gradients of one batch in every way, and of two where the name says so."""
     once = fsdp_jax.grad(loss, wrt=wrt)
@@ -253,13 +270,9 @@ def test_every_way_to_accumulate_gives_the_same(name, sizes):
     make, shard, wrt = MODELS[name]
     devices = np.array(jax.devices()[:4]).reshape(sizes)
     mesh = Mesh(devices, ("replicate", "fsdp")[-len(sizes) :])
-    x = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
-    with jax.set_mesh(wide_mesh()) if make is Partitioned else nullcontext():
-        plain, model = make(nnx.Rngs(0)), make(nnx.Rngs(0))
-    model = shard(model, mesh=mesh)
-    expected = nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(plain, x)
+    model, expected = shard(made(make), mesh=mesh), unsharded(name)
     doubled = jax.tree.map(lambda g: 2 * g, expected)
-    found = nnx.jit(everything, static_argnums=2)(model, x, wrt)
+    found = nnx.jit(everything, static_argnums=2)(model, batch(), wrt)
     assert len(found) >= 4
     for way, grads in found.items():
         try:

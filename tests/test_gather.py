@@ -23,7 +23,6 @@ from tests.program_order import Collective, Order, matmul_named, order_of
 WIDTH = 8
 KERNEL = (WIDTH, WIDTH)
 LINE = 100  # bytes; between a bias or a scale (32) and a kernel (256)
-QUICK: Any = {"xla_backend_optimization_level": 0}  # to compile, not to run
 FREE = Ordering("free", "own", "own")
 EACH = Ordering("each", "each", "own")
 
@@ -92,7 +91,7 @@ def two_steps(
     optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=wrt)
     gradient = nnx.jit(fsdp_jax.value_and_grad(loss, wrt=wrt)).lower(model, x)
     counts = helpers.count_collectives(gradient.lowered.as_text())
-    step, results = gradient.compile(QUICK), []
+    step, results = gradient.compile(), []
     for _ in range(2):
         value, grads = step(model, x)
         optimizer.update(model, grads)

@@ -176,7 +176,7 @@ def assert_same_training(steps: list[Any], model: Any, name: str) -> None:
 # --- parity with the unsharded model --------------------------------------------------
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_devices", [1, 8])
 def test_training_equals_the_unsharded_model(num_devices):
     make, loss, batch = MODELS["zoo"]
     model = make()
@@ -187,8 +187,16 @@ def test_training_equals_the_unsharded_model(num_devices):
     assert_same_training(run_steps(step, model, *batch()), model, "zoo")
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("mode", ["nnx.jit", "jax.jit", "eager", "global view"])
+@pytest.mark.parametrize(
+    ("mode", "reshard_after_forward"),
+    [
+        ("nnx.jit", True),
+        ("nnx.jit", False),
+        ("jax.jit", True),
+        ("eager", False),
+        ("global view", True),
+    ],
+)
 def test_every_way_to_run_a_step_is_the_same(mode, reshard_after_forward):
     make, loss, batch = MODELS["mlp"]
     model = helpers.shard_blocks(

@@ -27,6 +27,7 @@ from fsdp_jax import (
     register_fsdp_forward_method,
 )
 from tests import helpers
+from tests.flags import xla_flags
 
 ROOT = Path(__file__).parent.parent
 PICKLERS = pytest.mark.parametrize(
@@ -309,8 +310,7 @@ print(json.dumps(report))
 
 def load_elsewhere(num_devices: int, *files: Path) -> list[dict[str, Any]]:
     """Unpickle and use models in a fresh process with that many devices."""
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "XLA_FLAGS": xla_flags(num_devices), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", LOADER, *map(str, files)],
         cwd=ROOT,

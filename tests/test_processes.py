@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import fsdp_jax
 from fsdp_jax import DataParallelMeshDims, fully_shard, local_shape, shard_batch
 from tests import helpers
+from tests.flags import xla_flags
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 100.0  # seconds for a whole group, start included
@@ -485,10 +486,9 @@ def free_port() -> int:
 
 def run_group(folder: Path, count: int, devices: int, name: str) -> None:
     """Run `count` processes with some devices each; ends them all within the limit."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     environment = kept | {
-        "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": xla_flags(devices),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }

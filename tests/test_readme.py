@@ -10,6 +10,7 @@ import types
 import pytest
 
 import fsdp_jax
+from tests.flags import xla_flags
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
@@ -20,7 +21,7 @@ def code_blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("number", range(len(code_blocks("python"))))
 def test_a_code_block_runs(number, tmp_path):
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(8)}
     loop, block = code_blocks("python")[0], code_blocks("python")[number]
     continues = "import" not in block  # a block without imports goes on from the loop
     done = subprocess.run(

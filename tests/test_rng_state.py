@@ -142,8 +142,14 @@ def test_masks_differ_per_device_and_per_step_and_counters_advance_alike(mesh8):
     assert counters(plain) == counters(model)
 
 
+@pytest.fixture(scope="module")
+def one_device() -> Any:
+    """Loss and gradients on one device, compiled once."""
+    return nnx.jit(nnx.value_and_grad(square))
+
+
 @pytest.mark.parametrize("mode", ["freed", "kept", "jitted"])
-def test_dropout_equals_a_reference_that_folds_the_device_index_in(mode):
+def test_dropout_equals_a_reference_that_folds_the_device_index_in(mode, one_device):
     num_devices = 4
     mesh = helpers.mesh_of(num_devices)
     reference = NoisyStack(nnx.Rngs(params=0, dropout=1))
@@ -153,7 +159,6 @@ def test_dropout_equals_a_reference_that_folds_the_device_index_in(mode):
     step = fsdp_jax.value_and_grad(square)
     if mode == "jitted":
         step = nnx.jit(step)
-    one_device = nnx.jit(nnx.value_and_grad(square))
     for seed in range(2):
         x = rows(8, seed)
         parts = jnp.split(x, num_devices)

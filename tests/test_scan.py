@@ -65,7 +65,7 @@ def shard(model: Any, mesh: Any, **kwargs: Any) -> Any:
     return fully_shard(model, mesh=mesh, **kwargs)
 
 
-def loss_and_grads(model: Any, jit: bool = True) -> Any:
+def loss_and_grads(model: Any) -> Any:
     def step(model, x, y):
         vg = (
             fsdp_jax.value_and_grad
@@ -74,35 +74,37 @@ def loss_and_grads(model: Any, jit: bool = True) -> Any:
         )
         return vg(helpers.mean_square)(model, x, y)
 
-    return (nnx.jit(step) if jit else step)(model, *helpers.regression_batch())
+    return nnx.jit(step)(model, *helpers.regression_batch())
 
 
-@pytest.mark.parametrize(
-    ("devices", "remat"), [(1, True), (2, False), (8, False), (8, True)]
-)
-def test_scan_layers_gives_the_gradients_of_the_unsharded_model(devices, remat):
-    expected = loss_and_grads(Scanned())
-    model = shard(Model(remat=remat), helpers.mesh_of(devices))
-    helpers.assert_trees_close(loss_and_grads(model), expected)
+@pytest.fixture(scope="module")
+def unsharded() -> Any:
+    """Loss and gradients of the unsharded model."""
+    return loss_and_grads(Scanned())
 
 
-def test_scan_layers_is_nnx_scan_for_an_unsharded_model():
-    helpers.assert_trees_close(loss_and_grads(Model()), loss_and_grads(Scanned()))
+@pytest.fixture(scope="module")
+def ahead_on_8() -> Any:
+    """Loss and gradients of the sharded model that looks ahead."""
+    return loss_and_grads(shard(Model(), helpers.mesh_of(8)))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_stack_of_one_or_two_layers(mesh8, layers):
-    def make(kind):
-        model = kind()
-        model.layers = stack(layers=layers)
-        return model
-
-    expected = loss_and_grads(make(Scanned))
-    helpers.assert_trees_close(loss_and_grads(shard(make(Model), mesh8)), expected)
+def test_scan_layers_gives_the_gradients_of_the_unsharded_model(ahead_on_8, unsharded):
+    helpers.assert_trees_close(ahead_on_8, unsharded)
 
 
-def test_look_ahead_and_plain_scan_are_bit_equal(mesh8):
-    ahead = loss_and_grads(shard(Model(), mesh8))
+@pytest.mark.parametrize("devices", [1, 8])
+def test_with_remat_it_gives_the_gradients_of_the_unsharded_model(devices, unsharded):
+    model = shard(Model(remat=True), helpers.mesh_of(devices))
+    helpers.assert_trees_close(loss_and_grads(model), unsharded)
+
+
+def test_scan_layers_is_nnx_scan_for_an_unsharded_model(unsharded):
+    helpers.assert_trees_close(loss_and_grads(Model()), unsharded)
+
+
+def test_look_ahead_and_plain_scan_are_bit_equal(mesh8, ahead_on_8):
+    ahead = ahead_on_8
     plain = loss_and_grads(shard(Scanned(), mesh8))
     for a, b in zip(jax.tree.leaves(ahead), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -300,6 +302,14 @@ def test_frozen_parameters_are_gathered_and_not_reduced(run, name):
     model.set_packing_threshold_bytes(LINE)
     kinds = {"up": 2, "bias": 1}  # kernel and bias, or a buffer with both biases
     assert counts(model, wrt=wrt)[2] == kinds[name] * DEPTH
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_stack_of_one_or_two_layers(layers):
+    model, twin = Run(), Run(run=plain)
+    model.layers, twin.layers = stack(Mlp, layers), stack(Mlp, layers)
+    shard(model, helpers.mesh_of(4))
+    helpers.assert_trees_close(gradients(model), gradients(twin))
 
 
 def ahead_in_remat(layers: Any, x: jax.Array) -> jax.Array:

@@ -152,7 +152,8 @@ def test_made_inside_jit_on_explicit_axes():
     mesh = jax.make_mesh((8,), ("fsdp",))
     with jax.set_mesh(mesh):  # jit without arguments takes its devices from here
         model = born_in_jit(mesh)
-    assert_bit_equal(model, make())
+    # The same draws, which the compiler may round otherwise.
+    helpers.assert_trees_close(model, make(), atol=1e-7)
     assert_at_rest(model, mesh)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -18,7 +17,6 @@ import fsdp_jax
 from fsdp_jax import DataParallelMeshDims, Shard, fully_shard, local_shape
 from tests import helpers
 
-TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
 GROUPS = 3  # of the MLP; the root's own is empty
 Place = Callable[[tuple[Any, ...], Any], P]
 
@@ -80,11 +78,6 @@ def linear(place: Place = rows, dims: str = "both") -> Any:
     return fully_shard(model, mesh=mesh_of(), dp_mesh_dims=DIMS[dims])
 
 
-def optimizer_of(model: Any) -> Any:
-    kind = fsdp_jax.Optimizer if isinstance(model, fsdp_jax.FSDPModule) else None
-    return (kind or nnx.Optimizer)(model, TX, wrt=nnx.Param)
-
-
 def step(model: Any, optimizer: Any, x: jax.Array, y: jax.Array) -> Any:
     vg = nnx.value_and_grad
     if isinstance(model, fsdp_jax.FSDPModule):
@@ -98,7 +91,7 @@ def step(model: Any, optimizer: Any, x: jax.Array, y: jax.Array) -> Any:
 def expected() -> tuple[list[Any], Any]:
     """Losses and gradients of five unsharded steps, and the model after them."""
     model = helpers.MLP(nnx.Rngs(0))
-    return five_steps(model, optimizer_of(model)), model
+    return five_steps(model, helpers.clipped_adamw(model)), model
 
 
 def five_steps(model: Any, optimizer: Any) -> list[Any]:
@@ -207,18 +200,16 @@ def test_a_description_counts_the_bytes_of_one_device():
 @pytest.mark.parametrize(
     ("names", "dims", "place"),
     [
-        ("r s tp", "both", "rows"),
-        ("r s tp", "both", "columns"),
         ("tp s r", "both", "in turn"),
         ("s tp r", "both", "rows"),
-        ("r tp s", "shard", "rows"),
-        ("r s tp", "replicate", "in turn"),
+        ("r tp s", "shard", "columns"),
+        ("r s tp", "replicate", "rows"),
     ],
 )
 def test_training_equals_the_unsharded_model(names, dims, place):
     model = sharded(PLACES[place], names, dims)
     rest = shardings(nnx.state(model, nnx.Param))
-    optimizer = optimizer_of(model)
+    optimizer = helpers.clipped_adamw(model)
     steps, (wanted, reference) = five_steps(model, optimizer), expected()
     helpers.assert_trees_close(steps, wanted)
     helpers.assert_trees_close(model, reference)
@@ -234,35 +225,38 @@ def test_training_equals_the_unsharded_model(names, dims, place):
 
 
 @pytest.mark.parametrize(
-    ("place", "dims", "jit"),
-    [(in_turn, "both", True), (rows, "shard", False), (columns, "replicate", True)],
+    ("place", "dims"), [(in_turn, "both"), (rows, "shard"), (columns, "replicate")]
 )
-def test_the_global_view_is_the_unsharded_model(place, dims, jit):
+def test_the_global_view_is_the_unsharded_model(place, dims):
     model, batch = sharded(place, dims=dims), helpers.regression_batch()
 
+    @nnx.jit
     def run(model, x, y):
         return model(x), nnx.value_and_grad(helpers.mean_square)(model, x, y)
 
     # Of rows that are not cut XLA warns that it moves gradients inefficiently.
-    got = (nnx.jit(run) if jit else run)(model, *fsdp_jax.shard_batch(batch, model))
-    helpers.assert_trees_close(got, run(helpers.MLP(nnx.Rngs(0)), *batch))
+    placed = fsdp_jax.shard_batch(batch, model)
+    got, wanted = run(model, *placed), run(helpers.MLP(nnx.Rngs(0)), *batch)
+    helpers.assert_trees_close(got, wanted)
+    if dims == "shard":
+        helpers.assert_trees_close(model(placed[0]), wanted[0])
     for a, b in zip(shardings(got[1][1]), shardings(nnx.state(model)), strict=True):
         assert a.is_equivalent_to(b, 2 if len(b.spec) > 1 else 1)
 
 
-@pytest.mark.parametrize("place", [rows, in_turn])
-def test_groups_that_are_kept_and_parameters_that_are_frozen(place):
-    model = sharded(place, reshard_after_forward=False)
+def test_groups_that_are_kept_and_parameters_that_are_frozen():
+    model = sharded(in_turn, reshard_after_forward=False)
     batch = helpers.regression_batch()
     helpers.assert_trees_close(gradients(model)[1], expected()[0][0][1])
     biases = nnx.All(nnx.Param, nnx.PathContains("bias"))
-    some = fsdp_jax.grad(helpers.mean_square, wrt=biases)(model, *batch)
+    some = nnx.jit(fsdp_jax.grad(helpers.mean_square, wrt=biases))(model, *batch)
     wanted = nnx.filter_state(expected()[0][0][1], nnx.PathContains("bias"))
     helpers.assert_trees_close(some, wanted)
 
 
-@pytest.mark.parametrize(("place", "dims"), [(rows, "both"), (in_turn, "shard")])
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize(
+    ("place", "dims", "sync"), [(rows, "both", True), (in_turn, "shard", False)]
+)
 def test_micro_batches_add_up(place, dims, sync):
     model = sharded(place, dims=dims)
     model.set_requires_gradient_sync(sync)
@@ -306,8 +300,10 @@ def test_accumulated_gradients_are_reduced_to_the_pieces(place, dims, all_reduce
 # --- what a model can do --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dims", ["both", "shard", "replicate"])
-@pytest.mark.parametrize("place", [rows, columns])
+@pytest.mark.parametrize(
+    ("place", "dims"),
+    [(rows, "both"), (columns, "both"), (rows, "shard"), (columns, "replicate")],
+)
 def test_unshard_and_reshard_in_and_outside_of_programs(place, dims):
     model, x = linear(place, dims), helpers.regression_batch(8)[0][:, :8]
     kernel, rest = np.asarray(model.kernel[...]), model.kernel[...].sharding
@@ -392,9 +388,18 @@ class Annotated(nnx.Module):
         return self.down(jnp.tanh(self.heads(jnp.tanh(self.up(x)))))
 
 
+@functools.cache
+def gradients_of_annotated() -> Any:
+    """Loss and gradients without sharding over data axes."""
+    with jax.set_mesh(mesh_of()):
+        reference = Annotated(nnx.Rngs(0))
+    step = nnx.jit(nnx.value_and_grad(helpers.mean_square))
+    return step(reference, *helpers.regression_batch())
+
+
 @pytest.mark.parametrize("born_in_jit", [False, True])
 def test_parameters_that_their_initializers_cut(born_in_jit):
-    mesh, batch = mesh_of(), helpers.regression_batch()
+    mesh = mesh_of()
     with jax.set_mesh(mesh):
         make = nnx.jit(Annotated) if born_in_jit else Annotated
         model = make(nnx.Rngs(0))
@@ -406,43 +411,11 @@ def test_parameters_that_their_initializers_cut(born_in_jit):
     assert [spec_of(x) for x in kernels] == [P("s", "tp"), P("s", "tp"), P(("tp", "s"))]
     got = gradients(model)
     assert shardings(got[1]) == shardings(nnx.state(model))
-    with jax.set_mesh(mesh):
-        reference = Annotated(nnx.Rngs(0))
-    wanted = nnx.value_and_grad(helpers.mean_square)(reference, *batch)
-    helpers.assert_trees_close(got, wanted)
+    helpers.assert_trees_close(got, gradients_of_annotated())
 
 
-class Layer(nnx.Module):
-    """Two linear layers around a skip connection."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jnp.tanh(self.up(x)))
-
-
-class Stack(nnx.Module):
-    """Three layers in a loop, and a head."""
-
-    def __init__(self, look_ahead: bool) -> None:
-        make = nnx.vmap(Layer, in_axes=0, out_axes=0)
-        self.layers = make(nnx.Rngs(0).split(3))
-        self.head = nnx.Linear(16, 8, rngs=nnx.Rngs(1))
-        self.look_ahead = look_ahead
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.look_ahead:
-            return self.head(fsdp_jax.scan_layers(self.layers, x))
-        loop = nnx.scan(
-            lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
-        )
-        return self.head(loop(self.layers, x))
-
-
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_stacked_layers_in_a_loop(look_ahead):
+@pytest.mark.parametrize("how", ["scan", "scan_layers"])
+def test_stacked_layers_in_a_loop(how):
     """tp cuts the columns of `up` and the rows of `down`, which are dims 2 and 1."""
 
     def place(path: tuple[Any, ...], x: Any) -> P:
@@ -452,18 +425,15 @@ def test_stacked_layers_in_a_loop(look_ahead):
             P(None, "tp") if path[1] == "down" or x.ndim == 2 else P(None, None, "tp")
         )
 
-    mesh, batch = mesh_of(), helpers.regression_batch()
-    model, how = distribute(Stack(look_ahead), mesh, place), DIMS["both"]
-    fully_shard(
-        model.layers, mesh=mesh, dp_mesh_dims=how, shard_placement_fn=lambda _: Shard(1)
-    )
-    fully_shard(model, mesh=mesh, dp_mesh_dims=how)
+    where: dict[str, Any] = {"mesh": mesh_of(), "dp_mesh_dims": DIMS["both"]}
+    model = distribute(helpers.Stack(how), mesh_of(), place)
+    fully_shard(model.layers, shard_placement_fn=lambda _: Shard(1), **where)
+    fully_shard(model, **where)
     assert model.layers.up.kernel[...].sharding.spec == P(None, "s", "tp")
     assert model.layers.up.bias[...].sharding.spec == P(None, ("tp", "s"))
     assert model.layers.down.kernel[...].sharding.spec == P(None, ("tp", "s"))
     got = gradients(model)
-    wanted = nnx.value_and_grad(helpers.mean_square)(Stack(False), *batch)
-    helpers.assert_trees_close(got, wanted)
+    helpers.assert_trees_close(got, helpers.gradients_of_stack())
     assert shardings(got[1]) == shardings(nnx.state(model))
 
 
@@ -476,8 +446,10 @@ def counts_of(text: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize(
+    ("place", "dims"),
+    [*[("in turn", dims) for dims in DIMS], ("rows", "both"), ("columns", "both")],
+)
 def test_counts_are_those_of_a_mesh_without_further_axes(dims, place):
     model = sharded(PLACES[place], dims=dims)
 
