@@ -13,7 +13,8 @@ import jax
 from flax import nnx
 
 from fsdp_jax import _functional
-from fsdp_jax._param import install, manage, release, spec_of
+from fsdp_jax._managed import install, spec_of
+from fsdp_jax._param import manage, release
 from fsdp_jax._state import is_sharded
 
 
@@ -34,10 +35,10 @@ def as_linen_expects(module: Any) -> Iterator[None]:
             inside = [v for _, v in _functional.walk(node)]
             found.update((id(v), v) for v in inside if isinstance(v, nnx.Variable))
     variables = [v for v in found.values() if not isinstance(v, nnx.RngState)]
-    before = [(v, dict(v.get_metadata()), spec_of(v)) for v in variables]
+    before = [(v, dict(v._var_metadata), spec_of(v)) for v in variables]
     for variable, metadata, spec in before:
         if spec is not None:
-            release(variable, variable.get_raw_value(), None)
+            release(variable, variable.get_raw_value(), None, dict(metadata))
         for name in set(metadata) - nnx.Variable.required_metadata:
             variable._var_metadata.pop(name, None)
     try:

@@ -254,7 +254,7 @@ def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
             return value, PartitionSpec()
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         averaged = issubclass(kind, nnx.BatchStat) and floating
-        if not issubclass(kind, nnx.metrics.MetricState):
+        if not averaged and not issubclass(kind, nnx.metrics.MetricState):
             if change.new or issubclass(kind, nnx.Intermediate):
                 if value.ndim:
                     return value, mesh.data_spec()

@@ -18,7 +18,7 @@ from flax import nnx
 from fsdp_jax import _functional
 from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_units import READS, Info, Level, read
-from fsdp_jax._param import install, spec_of
+from fsdp_jax._managed import install, spec_of
 from fsdp_jax._state import FSDPState, is_sharded, state_of
 
 # Cut over the devices as the batch is; all other collections are whole on each.

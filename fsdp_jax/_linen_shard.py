@@ -20,9 +20,9 @@ from fsdp_jax._linen_model import ShardedModule, places_of
 from fsdp_jax._linen_names import Path, canonical, find_units, is_inside, joined, named
 from fsdp_jax._linen_program import infos_of
 from fsdp_jax._linen_units import Level, Unit
+from fsdp_jax._managed import install
 from fsdp_jax._module import FSDPModule
 from fsdp_jax._move import move
-from fsdp_jax._param import install
 from fsdp_jax._policies import UNPINNED_HOST, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_jax._state import state_of
 

@@ -24,10 +24,11 @@ from flax.linen import transforms as linen_transforms
 
 from fsdp_jax import _gather
 from fsdp_jax._linen_names import Path, is_box, joined
+from fsdp_jax._managed import METADATA, managed_class
 from fsdp_jax._module import convert
 from fsdp_jax._move import move
-from fsdp_jax._param import METADATA, ParamSpec, managed_class
 from fsdp_jax._policies import MixedPrecisionPolicy
+from fsdp_jax._spec import ParamSpec
 from fsdp_jax._state import FSDPState, comm_of, group_of
 
 

@@ -626,3 +626,10 @@ def test_values_that_differ_along_one_axis_are_found(f):
 
     with pytest.raises(ValueError, match="Count 'value' to values that differ"):
         fsdp_jax.shard_map(write)(model, rows())
+
+
+def test_a_batch_statistic_that_f_makes_is_averaged(mesh8: Mesh) -> None:
+    model = fully_shard(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=mesh8)
+    x = jnp.arange(64.0).reshape(16, 4)
+    got = fsdp_jax.shard_map(lambda m, x: nnx.BatchStat(x.mean(0)))(model, x)
+    np.testing.assert_allclose(got[...], x.mean(0), 1e-6)
