@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-Look = Callable[[JaxprEqn, Sequence[bool]], None]
+Look = Callable[..., None]
 
 # Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
 # mixes parameters and activations behind one equation.
@@ -59,7 +60,7 @@ def depends_on(
     inputs: Sequence[bool],
     decide: Callable[[JaxprEqn], bool | None] = lambda eqn: bool(eqn.effects) or None,
     into_loops: bool = False,
-    look: Look = lambda eqn, ins: None,
+    look: Look = lambda eqn, ins, inside=False: None,
 ) -> list[bool]:
     """Tell which outputs depend on the marked inputs.
 
@@ -74,8 +75,8 @@ def depends_on(
             side effect marks them.
         into_loops: whether to look into `scan`, `shard_map` and barriers. No use to
             `evaluate`, which evaluates these as a whole.
-        look: called with every equation that is met and the marks of its inputs. In a
-            loop that may be more than once, with more marks each time.
+        look: called with every equation that is met and the marks of its inputs; in a
+            loop with `inside=True`, and maybe more than once, with more marks.
 
     Returns:
         One mark per output.
@@ -97,7 +98,8 @@ def depends_on(
             outs = ins
         elif into_loops and eqn.primitive.name == "shard_map":
             inner = ClosedJaxpr(eqn.params["jaxpr"], ())
-            outs = depends_on(inner, ins, decide, into_loops, look)
+            within = functools.partial(look, inside=True)
+            outs = depends_on(inner, ins, decide, into_loops, within)
         else:
             hit = decide(eqn)
             if hit is None:
@@ -116,6 +118,7 @@ def _loop_depends_on(
 ) -> list[bool]:
     """The same for a scan: its carry is marked if any iteration marks it."""
     body, carry = eqn.params["jaxpr"], _carry_of(eqn)
+    look = functools.partial(look, inside=True)
     while True:
         outs = depends_on(body, ins, decide, True, look)
         now = [a or b for a, b in zip(ins[carry], outs)]
@@ -227,6 +230,7 @@ def evaluate(
     args: Sequence[Any],
     wanted: Sequence[bool] | None = None,
     known: Mapping[Var, Any] = MappingProxyType({}),
+    before: Callable[[JaxprEqn, list[Any]], list[Any]] = lambda eqn, values: values,
 ) -> list[Any]:
     """Evaluate only the wanted outputs of a traced program.
 
@@ -235,6 +239,7 @@ def evaluate(
         args: its inputs; None for those that no wanted output depends on.
         wanted: one mark per output; None for all.
         known: values of variables on the way, which are not computed again.
+        before: given an equation and its inputs, returns inputs to apply it to.
 
     Returns:
         The wanted outputs, in order.
@@ -252,10 +257,11 @@ def evaluate(
         values = [read(v) for v in eqn.invars]
         if callee := _callee(eqn):
             with _named(eqn):
-                results = evaluate(callee, values, outs)
+                results = evaluate(callee, values, outs, before=before)
             env.update(zip([v for v, o in zip(eqn.outvars, outs) if o], results))
             continue
-        env.update(zip(eqn.outvars, _bind(eqn, values), strict=True))
+        results = _bind(eqn, before(eqn, values))
+        env.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v, w in zip(jaxpr.outvars, wanted) if w]
 
 

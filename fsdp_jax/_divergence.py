@@ -1,18 +1,26 @@
 """Branches and loops in which some devices would wait for ever for the others.
 
-What lives here: finding them in a traced per-device program. What must not: anything
-that knows of shards, groups or meshes.
+What lives here: finding them in a traced per-device program, and letting the devices
+agree. What must not: anything that knows of shards or groups.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fsdp_jax._dependence import depends_on, equations_inside
+from fsdp_jax._collectives import sum_over_devices
+from fsdp_jax._dependence import Look, depends_on, equations_inside, evaluate
+from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._move import is_away, to_rest
+from fsdp_jax._policies import PINNED_HOST
 
 _COLLECTIVES = frozenset(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant "
@@ -23,9 +31,9 @@ _MOST_NAMED = 3
 Decide = Callable[[JaxprEqn], bool | None]
 
 
-def refuse_divergence(
-    who: str, axes: Sequence[str], decide: Decide
-) -> Callable[[JaxprEqn, Sequence[bool]], None]:
+def find_divergence(
+    who: str, axes: Sequence[str], decide: Decide, found: dict[int, str]
+) -> Look:
     """Make the `look` of a `depends_on` whose marks say what differs between devices.
 
     XLA runs a branch, or an iteration, only on the devices whose condition says so. A
@@ -35,40 +43,45 @@ def refuse_divergence(
         who: name of the public function, for the error text.
         axes: mesh axes over which the devices of the program lie.
         decide: as for `depends_on`.
+        found: receives, by the id of its equation, each `cond` or `switch` outside of
+            loops and branches that holds collectives and whose condition may differ,
+            and what there is to say about it.
 
     Raises (from `look`):
-        ValueError: the condition of a branch or loop that holds collectives may differ
-            between devices.
+        ValueError: there is such a condition in a loop or a branch, or of a loop.
     """
 
-    def refuse(eqn: JaxprEqn, inside: Sequence[JaxprEqn]) -> None:
+    def text(eqn: JaxprEqn, collectives: Sequence[JaxprEqn]) -> str:
         what, run = {
             "cond": ("cond or switch", "a branch"),
             "while": ("while loop", "an iteration"),
         }[eqn.primitive.name]
-        raise ValueError(
+        return (
             f"{who}: the condition of a {what} may differ between devices, and {run} "
-            f"holds collectives ({_names(inside)}), in which the devices that do not "
-            "run it would be missing for ever. It is at "
+            f"holds collectives ({_names(collectives)}), in which the devices that do "
+            "not run it would be missing for ever. It is at "
             f"{source_info_util.summarize(eqn.source_info)}. Make the condition the "
             f"same on every device (jax.lax.pmax(condition.astype(int), {axes}) > 0), "
             "or gather before it (module.unshard(), for each module that it calls), or "
             "compute both results and choose with jnp.where."
         )
 
-    def look(eqn: JaxprEqn, ins: Sequence[bool]) -> None:
+    def look(eqn: JaxprEqn, ins: Sequence[bool], inside: bool = False) -> None:
         name = eqn.primitive.name
         if name not in ("cond", "while"):
             return
-        found = equations_inside(eqn.params)
-        inside = [e for e in found if e.primitive.name in _COLLECTIVES]
-        if not inside:
+        held = equations_inside(eqn.params)
+        collectives = [e for e in held if e.primitive.name in _COLLECTIVES]
+        if not collectives:
             return
         if name == "cond":
+            if ins[0] and inside:
+                raise ValueError(text(eqn, collectives))
             if ins[0]:
-                refuse(eqn, inside)
+                found[id(eqn)] = text(eqn, collectives)
+            within = functools.partial(look, inside=True)
             for branch in eqn.params["branches"]:
-                depends_on(branch, ins[1:], decide, into_loops=True, look=look)
+                depends_on(branch, ins[1:], decide, into_loops=True, look=within)
             return
         condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         first = eqn.params["cond_nconsts"]
@@ -81,10 +94,58 @@ def refuse_divergence(
                 break
             carry = now
         if any(depends_on(condition, [*own, *carry], decide, into_loops=True)):
-            refuse(eqn, inside)
-        depends_on(body, [*consts, *carry], decide, into_loops=True, look=look)
+            raise ValueError(text(eqn, collectives))
+        within = functools.partial(look, inside=True)
+        depends_on(body, [*consts, *carry], decide, into_loops=True, look=within)
 
     return look
+
+
+def run_agreed(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    divergent: Mapping[int, str],
+    mesh: MeshInfo,
+) -> list[Any]:
+    """Run the program of one device with conditions that all devices agree on.
+
+    Where they do not, every floating result is NaN: no device can tell what the others
+    would have computed.
+
+    Args:
+        closed: the program.
+        args: its inputs.
+        divergent: as `find_divergence` found it.
+        mesh: mesh and the roles of its axes.
+
+    Raises:
+        ValueError: there is no floating result to say so.
+    """
+    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in closed.out_avals):
+        raise ValueError(next(iter(divergent.values())))
+    differ = []
+
+    def agree(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        if id(eqn) not in divergent:
+            return values
+        own = jnp.asarray(values[0], jnp.int32)
+        total = sum_over_devices(own, mesh, "condition")
+        differ.append(own * mesh.num_devices != total)
+        agreed = (total // mesh.num_devices).astype(jnp.asarray(values[0]).dtype)
+        return [agreed, *values[1:]]
+
+    results = [jnp.asarray(x) for x in evaluate(closed, args, before=agree)]
+    some = functools.reduce(jnp.logical_or, differ, jnp.zeros((), bool))
+    wrong = sum_over_devices(some.astype(jnp.int32), mesh, "condition") > 0
+
+    def spoil(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        here = jax.device_put(x, jax.memory.Space.Device) if is_away(x) else x
+        spoilt = jnp.where(wrong, jnp.asarray(jnp.nan, here.dtype), here)
+        return to_rest(spoilt, PINNED_HOST) if is_away(x) else spoilt
+
+    return [spoil(x) for x in results]
 
 
 def _names(collectives: Sequence[JaxprEqn]) -> str:

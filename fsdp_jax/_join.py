@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _batch, _collectives, _functional
 from fsdp_jax._dependence import depends_on
-from fsdp_jax._divergence import refuse_divergence
+from fsdp_jax._divergence import find_divergence
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
@@ -159,7 +159,7 @@ def differ_between_devices(
     mesh: MeshInfo,
     closed: ClosedJaxpr,
     specs: Sequence[PartitionSpec],
-) -> list[bool]:
+) -> tuple[list[bool], dict[int, str]]:
     """Whether each output of the program of one device differs between devices.
 
     One axis at a time: what is gathered along one of them differs along it no more,
@@ -171,9 +171,13 @@ def differ_between_devices(
         closed: the program.
         specs: how its inputs are cut.
 
+    Returns:
+        One mark per output, and what `find_divergence` found.
+
     Raises:
-        ValueError: some devices would wait for ever, see `refuse_divergence`.
+        ValueError: some devices would wait for ever, see `find_divergence`.
     """
+    divergent: dict[int, str] = {}
     found = [False] * len(closed.jaxpr.outvars)
     for axis in (a for a in mesh.data_axes if mesh.size((a,)) > 1):
 
@@ -188,10 +192,10 @@ def differ_between_devices(
             return any(along) or None
 
         marks = [any(axis in axes for axes in _batch.axes_of(spec)) for spec in specs]
-        look = refuse_divergence(request.who, mesh.data_axes, decide)
+        look = find_divergence(request.who, mesh.data_axes, decide, divergent)
         along = depends_on(closed, marks, decide, into_loops=True, look=look)
         found = [a or b for a, b in zip(found, along)]
-    return found
+    return found, divergent
 
 
 def as_spec(spec: PartitionSpec) -> Callable:

@@ -565,25 +565,6 @@ def test_a_base_class_hook_does_not_run_for_the_generated_class(mesh8):
     assert type(child).__name__ == "ChildFSDPModule"
 
 
-def test_a_stack_cut_on_its_layer_dim_is_refused_with_the_way_out(mesh8):
-    class Stack(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            make = nnx.vmap(lambda r: nnx.Linear(8, 8, rngs=r))
-            self.layers = nnx.split_rngs(splits=8)(make)(rngs)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            run = nnx.scan(
-                lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-            )
-            return run(x, self.layers)
-
-    stack = Stack(nnx.Rngs(0))
-    fully_shard(stack.layers, mesh=mesh8)
-    fully_shard(stack, mesh=mesh8)
-    with pytest.raises(ValueError, match="layer dim.*shard_placement_fn"):
-        fsdp_jax.shard_map(lambda m, x: m(x))(stack, jnp.ones((8, 8)))
-
-
 @pytest.mark.parametrize(
     "turn",
     [

@@ -176,7 +176,8 @@ def test_fully_shard_has_the_documented_arguments_and_defaults():
         "offload_policy": OffloadPolicy(),
         "ignored_params": None,
         "dp_mesh_dims": None,
+        "uneven": "auto",
     }
     assert list(parameters)[:3] == ["module", "mesh", "reshard_after_forward"]
     kinds = [p.kind for p in parameters.values()]
-    assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * 7
+    assert kinds[1:] == [inspect.Parameter.KEYWORD_ONLY] * 8

@@ -429,23 +429,19 @@ def by_chance(m: Any, x: jax.Array) -> jax.Array:
     return jax.lax.cond(drop, lambda x: x, lambda x: m.block(x), x)
 
 
-DIVERGENT = [
-    branch,
-    branch_of_nnx,
-    choice,
+OUTSIDE = [branch, branch_of_nnx, choice]
+INSIDE = [
     until_done,
     as_often_as_asked,
     branch_in_a_loop,
     branch_in_a_branch,
     branch_in_a_while_loop,
-    by_chance,
 ]
 
 
-@pytest.mark.parametrize("forward", DIVERGENT)
-def test_a_condition_that_may_differ_between_devices_is_refused(mesh8, forward):
+@pytest.mark.parametrize("forward", INSIDE)
+def test_a_condition_of_a_loop_that_may_differ_is_refused(mesh8, forward):
     model = make(mesh8)
-    model.rngs = nnx.Rngs(0)
     text = r"(?s)shard_map: the condition of a (cond or switch|while loop) may differ"
     text += r".*fsdp:gather:.*pmax\(.*\('fsdp',\)\).*unshard\(\).*jnp\.where"
     with pytest.raises(ValueError, match=text):  # traced only: it would never end
@@ -453,12 +449,37 @@ def test_a_condition_that_may_differ_between_devices_is_refused(mesh8, forward):
     assert is_at_rest(model)
 
 
-def test_a_condition_on_rows_is_refused_when_gradients_are_taken(mesh8):
-    with pytest.raises(
-        ValueError, match=r"grad: .*branch.*fsdp:gather:block.*test_ways"
-    ):
-        step = fsdp_jax.grad(lambda m, x: branch(m, x).sum())
-        helpers.lowered_text(step, make(mesh8), inputs())
+@pytest.mark.parametrize("forward", OUTSIDE)
+def test_devices_that_agree_on_a_condition_follow_it(mesh8, forward):
+    model, plain = make(mesh8), Net(nnx.Rngs(0))
+
+    def loss(m: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(forward(m, x) ** 2)
+
+    step = nnx.jit(fsdp_jax.value_and_grad(loss))
+    for x in (jnp.abs(inputs()), -jnp.abs(inputs())):
+        want = nnx.value_and_grad(loss)(plain, x)
+        got = step(model, x)
+        np.testing.assert_allclose(got[0], want[0], 1e-5)
+        helpers.assert_trees_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("forward", [*OUTSIDE, by_chance])
+def test_where_they_differ_all_is_nan_and_nothing_hangs(mesh8, forward):
+    model = make(mesh8)
+    model.rngs = nnx.Rngs(0)
+    x = inputs()
+    x = jnp.where(jnp.arange(len(x))[:, None] < 3, jnp.abs(x), -jnp.abs(x))
+    step = nnx.jit(fsdp_jax.value_and_grad(lambda m, x: jnp.mean(forward(m, x))))
+    value, grads = step(model, x)
+    assert np.isnan(value)
+    assert all(np.isnan(g).all() for g in jax.tree.leaves(grads))
+    assert np.isnan(fsdp_jax.shard_map(forward)(model, x)).all()
+
+
+def test_without_a_floating_result_it_is_refused(mesh8):
+    with pytest.raises(ValueError, match=r"shard_map: .*branch.*fsdp:gather:block"):
+        fsdp_jax.shard_map(lambda m, x: branch(m, x) > 0)(make(mesh8), inputs())
 
 
 def agreed(m: Any, x: jax.Array) -> jax.Array:
