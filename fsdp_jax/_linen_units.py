@@ -226,9 +226,13 @@ class Box(struct.PyTreeNode, meta.AxisMetadata):
 
 
 def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    """Gather where a method of a submodule that is a group is called."""
+    """Gather where a method of a submodule that is a group is called.
+
+    A method under a class transform (nn.scan, nn.remat) is seen inside of it only: in a
+    scan with the parameters of one layer.
+    """
     module, method = context.module, context.orig_method.func
-    if context.method_name == "setup" or module.scope is None or _is_lifted(method):
+    if context.method_name == "setup" or module.scope is None:
         return next_fun(*args, **kwargs)
     if isinstance(module, (nn.WeightNorm, nn.SpectralNorm)):
         _check_layer(module.layer_instance)
@@ -256,16 +260,6 @@ def _refuse_mapped(path: Path) -> None:
         "nn.SpectralNorm), where each device has a piece of them only. Name a module "
         "that contains both in `modules`, or leave it to the root."
     )
-
-
-def _is_lifted(method: Any) -> bool:
-    """Whether a method only runs another one under a transform (nn.scan, nn.remat).
-
-    That one is called on a module with the same path, and is the one to gather for: in
-    a scan it gets the parameters of one layer.
-    """
-    code = getattr(method, "__globals__", {})
-    return code.get("__name__") == linen_transforms.__name__
 
 
 def _is_of(x: Any, unit: Path) -> bool:

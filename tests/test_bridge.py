@@ -40,16 +40,27 @@ class Scanned(nn.Module):
         return layers(name="layers")(x, None)[0]
 
 
-class Model(nnx.Module):
-    """Two Linen modules and a layer of NNX."""
+class Block(nnx.Module):
+    """A Linen module and a layer of NNX."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.bridge.ToNNX(Scanned(), rngs=rngs)
-        self.second = nnx.bridge.ToNNX(nn.Dense(WIDTH), rngs=rngs)
-        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.inner = nnx.bridge.ToNNX(Scanned(), rngs=rngs)
+        self.outer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.second(self.first(x)))
+        return self.outer(self.inner(x))
+
+
+class Model(nnx.Module):
+    """Linen modules in three places."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.block = Block(rngs)
+        self.first = nnx.bridge.ToNNX(nn.Dense(WIDTH), rngs=rngs)
+        self.second = nnx.bridge.ToNNX(nn.Dense(WIDTH), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(jnp.tanh(self.first(self.block(x))))
 
 
 def make() -> Any:
@@ -62,7 +73,7 @@ def test_linen_modules_in_an_nnx_model_train_as_on_one_device(keep):
     model, twin = make(), make()
     mesh = helpers.mesh_of(8)
     with jax.set_mesh(mesh):
-        fully_shard(model.first, reshard_after_forward=keep)
+        fully_shard([model.block, model.first], reshard_after_forward=keep)
         fully_shard(model)  # `second` is in the root's group
         sharded = helpers.train(
             model, fsdp_jax.value_and_grad, helpers.mean_square, (X, Y), steps=2
@@ -83,7 +94,7 @@ def test_metadata_of_linen_is_there_after_a_call():
     before = nnx.graphdef(model)
     model(X)
     assert nnx.graphdef(model) == before
-    kernel = model.first.layers["Dense_0"]["kernel"]
+    kernel = model.block.inner.layers["Dense_0"]["kernel"]
     assert kernel.get_metadata("out_sharding") == ("layers", "embed", "mlp")
 
 

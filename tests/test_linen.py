@@ -182,6 +182,19 @@ def test_global_arrays_compute_the_same():
     close(got, twin_gradients())
 
 
+def test_many_parameters_of_one_shape_keep_their_places():
+    class Many(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for i in range(12):
+                x = x + self.param(f"p{i}", nn.initializers.normal(), (WIDTH,)) * x**i
+            return x
+
+    variables = Many().init(KEY, X)
+    model, placed = linen.fully_shard(Many(), variables)
+    close(model.apply(placed, X), Many().apply(variables, X))
+
+
 def test_methods_and_keyword_arguments():
     model, placed = linen.fully_shard(STACK, VARIABLES, modules="blocks_*")
     want = STACK.apply(VARIABLES, X, scale=2.0, method="encode")
@@ -483,6 +496,33 @@ def test_statistics_are_averaged_and_masks_differ(num_devices, num_slices, keep)
     close(got, noisy_twin(num_devices, num_slices), rtol=1e-4)
     statistics = jax.tree.leaves(got[0][1])
     assert all(s.sharding.is_fully_replicated for s in statistics)
+
+
+def test_masks_in_a_scan_are_those_of_plain_linen():
+    class NoisyLayer(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x)), None
+
+    class NoisyScan(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            layers = nn.scan(
+                NoisyLayer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=3,
+            )
+            return layers(name="layers")(x, None)[0]
+
+    def loss(apply: Callable) -> Callable:
+        rngs = {"dropout": KEY}
+        return lambda p, x, y: jnp.mean(apply({"params": p}, x, rngs=rngs) ** 2)
+
+    mesh = helpers.mesh_of(1)
+    assert_trains(
+        NoisyScan(), loss, modules="layers", mesh=mesh, reshard_after_forward=True
+    )
 
 
 def test_all_variables_may_be_the_first_argument():
