@@ -232,7 +232,7 @@ def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> An
     scan with the parameters of one layer.
     """
     module, method = context.module, context.orig_method.func
-    if context.method_name == "setup" or module.scope is None:
+    if context.method_name == "setup" or module.scope is None or _is_lifted(method):
         return next_fun(*args, **kwargs)
     if isinstance(module, (nn.WeightNorm, nn.SpectralNorm)):
         _check_layer(module.layer_instance)
@@ -260,6 +260,16 @@ def _refuse_mapped(path: Path) -> None:
         "nn.SpectralNorm), where each device has a piece of them only. Name a module "
         "that contains both in `modules`, or leave it to the root."
     )
+
+
+def _is_lifted(method: Any) -> bool:
+    """Whether a method is Linen's own, which runs others under a transform.
+
+    `nn.custom_vjp` calls such; the gradients that it has to return are of parameters
+    as they rest.
+    """
+    code = getattr(method, "__globals__", {})
+    return code.get("__name__") == linen_transforms.__name__
 
 
 def _is_of(x: Any, unit: Path) -> bool:

@@ -362,7 +362,25 @@ class Shared(nn.Module):
         return self.unit_3.attend(h) + jnp.einsum("bd,vd->bv", h, self.unit_3.embedding)
 
 
-@pytest.mark.parametrize("module", [Transformed(), Shared()], ids=["lifted", "shared"])
+class Doubled(nn.Module):
+    """A block whose parameters get twice their gradient."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def forward(block: Block, x: jax.Array) -> Any:
+            return nn.vjp(lambda m, x: m(x), block, x)
+
+        def backward(pull_back: Any, gradient: jax.Array) -> Any:
+            params, inputs = pull_back(gradient)
+            return jax.tree.map(lambda g: 2 * g, params), inputs
+
+        call = nn.custom_vjp(lambda m, x: m(x), forward, backward)
+        return call(Block(name="unit_0"), x)
+
+
+@pytest.mark.parametrize(
+    "module", [Transformed(), Shared(), Doubled()], ids=["lifted", "shared", "own_vjp"]
+)
 def test_groups_run_under_transforms_and_shared(module):
     assert_trains(module, modules="unit_*")
 
