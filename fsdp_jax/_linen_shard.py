@@ -102,6 +102,12 @@ def fully_shard(
             "device memory, where parameters that are no NNX Variables would stay. Use "
             "CPUOffloadPolicy()."
         )
+    if isinstance(variables, Mapping) and any(n.startswith("FSDP") for n in variables):
+        raise ValueError(
+            f"fully_shard: the collections are {sorted(variables)}: there is a "
+            "nnx.bridge.ToLinen of a module that is sharded already. Give ToLinen the "
+            "plain class."
+        )
     if not isinstance(variables, Mapping) or not variables.get("params"):
         raise ValueError(
             "fully_shard: variables must be what module.init returns, a dict with "

@@ -227,7 +227,11 @@ class Box(struct.PyTreeNode, meta.AxisMetadata):
 
 
 def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    """Gather where a method of a submodule that is a group is called."""
+    """Gather where a method of a submodule that is a group is called.
+
+    A method under a class transform (nn.scan, nn.remat) is seen inside of it only: in a
+    scan with the parameters of one layer.
+    """
     module, method = context.module, context.orig_method.func
     if context.method_name == "setup" or module.scope is None or _is_lifted(method):
         return next_fun(*args, **kwargs)
@@ -260,10 +264,10 @@ def _refuse_mapped(path: Path) -> None:
 
 
 def _is_lifted(method: Any) -> bool:
-    """Whether a method only runs another one under a transform (nn.scan, nn.remat).
+    """Whether a method is Linen's own, which runs others under a transform.
 
-    That one is called on a module with the same path, and is the one to gather for: in
-    a scan it gets the parameters of one layer.
+    `nn.custom_vjp` calls such; the gradients that it has to return are of parameters
+    as they rest.
     """
     code = getattr(method, "__globals__", {})
     return code.get("__name__") == linen_transforms.__name__

@@ -50,7 +50,9 @@ class Optimizer(nnx.Optimizer):
             [model] if _functional.is_node(model) else [], "Optimizer"
         )
         kinds = _kinds(model)
-        made = _on_shapes(tx) if mesh.compile_only else _elsewhere(tx) if kinds else tx
+        made = (
+            _on_shapes(tx) if mesh.compile_only else init_elsewhere(tx) if kinds else tx
+        )
         super().__init__(model, _on_unpadded(made), wrt=wrt)
         self.tx = on_host(tx) if PINNED_HOST in kinds else tx
         for _, variable in _functional.walk(self):
@@ -127,7 +129,7 @@ def _kinds(model: Any) -> set[str]:
     return {s.memory_kind for s in specs if s is not None and s.memory_kind}
 
 
-def _elsewhere(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def init_elsewhere(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """The transformation with an `init` on arrays that are not in host memory.
 
     Where a process has one device only: there JAX (0.10.2 to 0.12) cannot make zeros

@@ -22,7 +22,7 @@ from fsdp_jax._linen_model import ShardedModule as ShardedModule
 from fsdp_jax._linen_program import Adapter, infos_of
 from fsdp_jax._linen_shard import fully_shard as fully_shard
 from fsdp_jax._move import move
-from fsdp_jax._optimizer import _elsewhere
+from fsdp_jax._optimizer import init_elsewhere
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST
 
@@ -204,7 +204,7 @@ def optimizer(
         return move(x, model.mesh.whole_like(x))
 
     def init(params: Any) -> Any:
-        state = _elsewhere(tx).init(params)
+        state = init_elsewhere(tx).init(params)
         return jax.tree_util.tree_map_with_path(settle, state)
 
     update = on_host(tx).update if PINNED_HOST in kinds else tx.update

@@ -93,3 +93,13 @@ def test_train_float16_skips_overflows_and_learns(tmp_path):
     before, after, number = map(float, found.groups())
     assert after < before / 2
     assert number == len(skipped) < 15
+
+
+def test_train_linen_sorts(tmp_path):
+    flags = ("--steps", "60", "--width", "16", "--depth", "1", "--devices", "4")
+    text = run("train_linen.py", tmp_path, *flags, "--batch", "30", limit_s=100)
+    assert "Block_0.Dense_0.kernel" in text
+    assert "over 4 devices" in text
+    losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)$", text, re.M)]
+    assert len(losses) == 10 and losses[-1] < losses[0] * 0.8
+    assert re.fullmatch(r"right digits: \d+%", text.splitlines()[-1])
