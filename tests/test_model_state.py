@@ -99,7 +99,7 @@ def test_every_kind_of_state_equals_the_unsharded_model(which):
     assert len(model.rows) == len(model.mean) == 2
     kept, twins = (jax.tree.leaves(nnx.state(m)) for m in (model, plain))
     assert [x.dtype for x in kept] == [x.dtype for x in twins]
-    helpers.assert_trees_close(model, plain)
+    helpers.assert_trees_close(model, plain, atol=1e-5)  # a sum of means near 0
 
 
 def test_local_statistics_are_the_mean_of_the_devices_in_their_own_dtype():
