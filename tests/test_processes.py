@@ -450,7 +450,36 @@ def check_uneven_rows(model: Any, index: int, count: int) -> None:
         shard_batch({"x": np.ones((rows, 8), np.float32)}, model)
 
 
+def check_padding(model: Any, index: int, count: int) -> None:
+    plain = nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+    odd: Any = nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+    fully_shard(odd, uneven="pad", shard_placement_fn=lambda _: fsdp_jax.Shard(-1))
+    assert odd.kernel.shape == (8, 13)
+    assert local_shape(odd.kernel) == (8, -(-13 // jax.device_count()))
+    np.testing.assert_array_equal(to_host(odd.kernel[...]), plain.kernel[...])
+    odd.bias[...] = np.arange(13, dtype=np.float32)
+    plain.bias[...] = np.arange(13, dtype=np.float32)
+    x = shard_batch(own_rows(inputs(), index, count), odd)
+    np.testing.assert_allclose(to_host(odd(x)), plain(inputs()), 1e-5, 1e-6)
+    tx = optax.adamw(1e-2, eps=1e-3)
+    ours = fsdp_jax.Optimizer(odd, tx)
+    twins = nnx.Optimizer(plain, tx, wrt=nnx.Param)
+
+    def loss(m: Any, x: Any) -> Any:
+        return (m(x) ** 2).mean()
+
+    ours.update(odd, fsdp_jax.grad(loss)(odd, x))
+    twins.update(plain, nnx.grad(loss)(plain, jax.numpy.asarray(inputs())))
+    state = odd.state_dict()
+    np.testing.assert_allclose(to_host(state["kernel"]), plain.kernel[...], 1e-5, 1e-6)
+    np.testing.assert_allclose(to_host(state["bias"]), plain.bias[...], 1e-5, 1e-6)
+    odd.load_state_dict({name: to_host(x) for name, x in state.items()})
+    if index == 0:  # fetches nothing of the others
+        assert "(8, 13)" in repr(odd)
+
+
 CHECKS = [
+    check_padding,
     check_shard_batch,
     check_typed_keys,
     check_masks_and_statistics,
