@@ -451,7 +451,7 @@ def check_uneven_rows(model: Any, index: int, count: int) -> None:
 
 
 def check_padding(model: Any, index: int, count: int) -> None:
-    plain = nnx.Linear(8, 13, rngs=nnx.Rngs(0))
+    plain: Any = nnx.Linear(8, 13, rngs=nnx.Rngs(0))
     odd: Any = nnx.Linear(8, 13, rngs=nnx.Rngs(0))
     fully_shard(odd, uneven="pad", shard_placement_fn=lambda _: fsdp_jax.Shard(-1))
     assert odd.kernel.shape == (8, 13)
