@@ -68,7 +68,8 @@ def fully_shard(
         ignored_params: parameters to leave whole: an NNX filter, such as
             `nnx.PathContains("head")`, or a function of `(path, param)`.
         dp_mesh_dims: roles of the axes of the mesh.
-        uneven: what is done with sizes that do not divide.
+        uneven: what is done with sizes that do not divide; the arrays in the tree have
+            the padding of `"pad"`.
 
     Returns:
         The model, with `apply` and `init`, and the variables.
@@ -121,9 +122,8 @@ def fully_shard(
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
+        "uneven": uneven,
     }
-    if uneven != "auto":
-        common["uneven"] = uneven
     options: dict[Path, dict[str, Any]] = {}
     per_entry = modules.items() if isinstance(modules, Mapping) else [(modules, {})]
     for entry, other in per_entry:

@@ -1,6 +1,6 @@
 """How one parameter rests: what is cut, over what, and how much is added to cut it.
 
-What must not live here: the Variable that holds the parameter (`_param`), and the
+What must not live here: the Variable that holds the parameter (`_managed`), and the
 choice of the dim (`_placement`).
 """
 
