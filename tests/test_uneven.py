@@ -755,3 +755,9 @@ def test_a_loop_over_the_padded_dim_of_a_variable_is_refused() -> None:
             jit(lambda m: m.mean(m.w))(model)
         got = jit(lambda m: m.mean(m.w[...]))(model)
         np.testing.assert_allclose(got, Experts().mean(Experts().w[...]), 1e-6)
+
+
+def test_a_plain_model_takes_the_rows_of_the_parameters() -> None:
+    plain = Odd(nnx.Rngs(3))
+    nnx.update(plain, nnx.to_pure_dict(nnx.state(sharded(helpers.mesh_of(3)))))
+    helpers.assert_trees_close(plain, Odd(nnx.Rngs(0)), rtol=0, atol=0)
