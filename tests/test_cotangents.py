@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, PartitionSpec
 
 import fsdp_jax
-from fsdp_jax import fully_shard
+import fsdp_jax.linen
+from fsdp_jax import _cotangents, fully_shard
 from tests import helpers
 
 ROWS = 16
@@ -456,3 +458,88 @@ def test_raw_shards_in_results_are_refused_unless_their_spec_is_given() -> None:
     spec = PartitionSpec("fsdp")
     got = fsdp_jax.shard_map(f, out_specs=spec)(net((2, 4)), x)
     np.testing.assert_array_equal(got, Net().first.kernel[...])
+
+
+# --- Linen ------------------------------------------------------------------------
+
+
+class LinenNet(nn.Module):
+    """The same in Flax Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(nn.Dense(16, name="first")(x))
+        return nn.Dense(3, name="last")(x)
+
+
+LINEN = LinenNet()
+VARIABLES = LINEN.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+MODEL, SHARDED = fsdp_jax.linen.fully_shard(
+    LINEN, {"params": VARIABLES}, modules="first", mesh=mesh_of((2, 2))
+)
+
+
+def linen_loss(apply: Callable) -> Callable:
+    return lambda p, x: jnp.mean(apply({"params": p}, x) ** 2)
+
+
+def linen_step(grad: Callable, f: Callable) -> Callable:
+    def run(params: Any, x: jax.Array) -> jax.Array:
+        grads = grad(params, x)
+        step = lambda p, g: p - 0.1 * g  # noqa: E731
+        return f(jax.tree.map(step, params, grads), x) + squares(grads)
+
+    return run
+
+
+def test_linen_from_outside_and_in_f() -> None:
+    x, _ = batch()
+    ours, twin = linen_loss(MODEL.apply), linen_loss(LINEN.apply)
+    grad = fsdp_jax.linen.grad(ours, MODEL)
+    params = SHARDED["params"]
+
+    apply = fsdp_jax.linen.shard_map(lambda p, x: MODEL.apply({"params": p}, x), MODEL)
+    outside = jax.grad(lambda p: contrast(apply(p, x), x))
+    want = jax.grad(lambda p: contrast(LINEN.apply({"params": p}, x), x))
+    same(jax.jit(outside)(params), jax.jit(want)(VARIABLES))
+
+    second = jax.jit(jax.grad(lambda p: squares(grad(p, x))))
+    want = jax.jit(jax.grad(lambda p: squares(jax.grad(twin)(p, x))))
+    same(second(params), want(VARIABLES))
+
+    step = fsdp_jax.linen.value_and_grad(linen_step(grad, ours), MODEL)
+    want = jax.jit(jax.value_and_grad(linen_step(jax.grad(twin), twin)))
+    same(jax.jit(step)(params, x), want(VARIABLES, x))
+
+
+def test_linen_gradients_of_one_device_and_plain_ones() -> None:
+    x, _ = batch()
+    ours, twin = linen_loss(MODEL.apply), linen_loss(LINEN.apply)
+    own = linen_step(jax.grad(linen_loss(MODEL.module.apply)), ours)
+    got = jax.jit(fsdp_jax.linen.value_and_grad(own, MODEL))(SHARDED["params"], x)
+
+    def tasks(params: Any, x: jax.Array) -> jax.Array:
+        step = linen_step(jax.grad(twin), twin)
+        return jax.vmap(step, (None, 0))(params, x.reshape(4, -1, 8)).mean()
+
+    same(got, jax.jit(jax.value_and_grad(tasks))(VARIABLES, x))
+    plain = fsdp_jax.linen.grad(linen_step(jax.grad(ours), ours), MODEL)
+    text = r"differentiates with respect to .*fsdp_jax\.linen\.grad.*model\.module\.apply"
+    with pytest.raises(RuntimeError, match=text):
+        plain(SHARDED["params"], x)
+
+
+def test_jax_still_says_what_its_traces_are_made_for() -> None:
+    found = []
+
+    def body(x: jax.Array) -> jax.Array:
+        found.append(_cotangents._body())
+        jax.jit(lambda x: found.append(_cotangents._body()) or x)(x)
+        jax.grad(lambda x: found.append(_cotangents._body()) or x.sum())(x)
+        return x
+
+    axis = PartitionSpec("fsdp")
+    mapped = jax.shard_map(body, mesh=mesh_of((4,)), in_specs=axis, out_specs=axis)
+    jax.jit(mapped)(jnp.ones(4))
+    assert found[0] is not None and found[1] is found[0] and found[2] is found[0]
+    assert _cotangents._body() is None
