@@ -15,6 +15,7 @@ from flax import nnx
 
 from fsdp_jax import _batch, _collectives, _cotangents, _functional, _loss
 from fsdp_jax._join import Request
+from fsdp_jax._local import Local
 from fsdp_jax._managed import COPY, ManagedVariable, spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._param import with_value
@@ -68,7 +69,7 @@ def run_nested(request: Request, args: tuple, kwargs: dict, pending: Any) -> Any
     mesh = _batch.mesh_of(nodes, who)
     names = _batch.argument_names(request.f, args)
     diff: list[Any] = []
-    for number, wrt in zip(request.argnums, request.wrt, strict=True):
+    for number, wrt in zip(request.argnums or (), request.wrt):
         if not -len(args) <= number < len(args):
             raise ValueError(
                 f"{who}: argnums names argument {number}, but the call has {len(args)} "
@@ -81,6 +82,7 @@ def run_nested(request: Request, args: tuple, kwargs: dict, pending: Any) -> Any
                 "in the function of another program. Differentiate with respect to "
                 "arrays by jax.grad or nnx.grad there."
             )
+        _check_at_hand(who, args[number], wrt)
         diff.append(nnx.DiffState(number, wrt))
 
     @functools.wraps(request.f)
@@ -99,6 +101,25 @@ def run_nested(request: Request, args: tuple, kwargs: dict, pending: Any) -> Any
     ]
     value = (value, aux) if request.has_aux else value
     return value, done[0] if request.single else tuple(done)
+
+
+def _check_at_hand(who: str, model: Any, wrt: Any) -> None:
+    """Raise if what is to be differentiated is not in the Variables as it is.
+
+    Raises:
+        NotImplementedError: it is not.
+    """
+    predicate = nnx.filterlib.to_predicate(wrt)
+    for node in _functional.take(model)[1]:
+        for path, v in _functional.walk(node):
+            found = isinstance(v, nnx.Variable) and isinstance(v.get_raw_value(), Local)
+            if found and predicate(path, v):
+                raise NotImplementedError(
+                    f"{who}: parameter {dotted(path)!r} rests in host memory or in "
+                    "float16, and f can take no gradient over all devices with respect "
+                    "to such. Differentiate the result outside of the program, or use "
+                    "fsdp_jax.unsharded(model) for this device's own gradient."
+                )
 
 
 def _finished(model: Any, grads: Any, mesh: MeshInfo, averages: bool) -> Any:

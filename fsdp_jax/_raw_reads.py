@@ -170,8 +170,11 @@ class _Reader:
             return [piece] * count
         if name in _SAME_VALUES and self._alone(eqn, ins, uniform):
             return [piece] * count
-        if name == "slice" and len(eqn.invars[0].aval.shape) == 1:
+        if name == "slice" and len(eqn.params["limit_indices"]) == 1:
             return [piece]  # of what was laid end to end
+        # Only differentiation adds like that: cotangents of one piece.
+        if name == "add_any":
+            return [piece]
         if name in ELEMENTWISE and self._alone(eqn, ins, uniform):
             return [piece] * count
         return [self._misused(piece, eqn)] * count
