@@ -47,6 +47,7 @@ ORDER = [
     "_scan",
     "_state_dict",
     "_knobs",
+    "_generated",
     "_module",
     "_stacks",
     "_placement",
