@@ -19,7 +19,16 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
+from fsdp_jax import (
+    _annotations,
+    _blocks,
+    _carry,
+    _collectives,
+    _forward_mode,
+    _loss,
+    _microbatch,
+    _ordering,
+)
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._divergence import run_agreed
@@ -218,9 +227,11 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
         found.append((outcome, stages))
         return results
 
-    with _forward_mode.refused():
+    who, axes = program.call.request.who, program.mesh.data_axes
+    with _forward_mode.refused(), _annotations.refused(who, axes), _carry.refused(who):
         closed = jax.make_jaxpr(local)(inputs)
     _forward_mode.check(closed)
+    _annotations.check(closed, who, axes)
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)

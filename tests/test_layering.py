@@ -23,6 +23,8 @@ ORDER = [
     "_move",
     "_dependence",
     "_forward_mode",
+    "_annotations",
+    "_carry",
     "_functional",
     "_comm",
     "_collectives",
