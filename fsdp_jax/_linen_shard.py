@@ -158,7 +158,8 @@ def _holder(params: Mapping[Path, Any], units: Mapping[Path, Any]) -> Any:
                     "method of FSDPModule. Rename it."
                 )
             if depth == len(path):
-                setattr(node, name, nnx.Param(value, name=joined(path)))
+                param = nnx.Param(value, name=joined(path), hijax=False, ref=False)
+                setattr(node, name, param)
             elif not hasattr(node, name) or name not in vars(node):
                 setattr(node, name, Unit() if path[:depth] in units else Level())
             node = vars(node)[name]

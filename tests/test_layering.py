@@ -21,6 +21,7 @@ ORDER = [
     "_local",
     "_layout",
     "_move",
+    "_callees",
     "_dependence",
     "_forward_mode",
     "_annotations",
