@@ -564,7 +564,7 @@ def test_variables_of_other_kinds_are_refused_by_name(mesh8, kind):
 def test_a_default_for_other_kinds_does_not_reach_what_is_sharded(mesh8, kind):
     def step(model: Any, x: Any) -> Any:
         model = fully_shard(model, mesh=mesh8) if sharded else model
-        wrt = {} if sharded else {"wrt": nnx.Param}
+        wrt: Any = {} if sharded else {"wrt": nnx.Param}
         make = fsdp_jax.Optimizer if sharded else nnx.Optimizer
         grad = fsdp_jax.grad if sharded else nnx.grad
         optimizer = make(model, optax.adam(0.1, eps=1e-3), **wrt)
