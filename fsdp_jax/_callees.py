@@ -24,8 +24,8 @@ _CALLS = {
 }
 
 
-# With jax_custom_vjp3 and jax_remat3 (jax 0.12) custom_vjp and checkpoint are this one,
-# and their program is in an object.
+# With jax_custom_vjp3 and jax_remat3 custom_vjp and checkpoint are one primitive that
+# holds the program in an object.
 _HIGHER = "_prim"
 
 

@@ -289,7 +289,7 @@ def floating(arrays: Sequence[Array]) -> list[Array]:
 
 
 _CHECKPOINT = "checkpoint / remat"
-_REMAT3 = "remat3"  # the same with jax_remat3, jax 0.12
+_REMAT3 = "remat3"  # the same with jax_remat3
 _LOOPS = ("scan", "while_body", "fori_loop")
 
 
