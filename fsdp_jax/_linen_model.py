@@ -39,7 +39,7 @@ class ShardedModule:
 
     def __init__(self, module: nn.Module, holder: Any, known: dict[str, Any]) -> None:
         self.module = module
-        self._graphdef, self._state = nnx.split(holder)
+        self._graphdef, self._state = nnx.split(holder, graph=True)
         self.collections = known
         self._infos = infos_of(holder)
         self._root = program_state(holder, ())

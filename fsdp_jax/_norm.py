@@ -51,7 +51,7 @@ def global_norm(tree: Any) -> Array:
             "global_norm: called inside a per-device program (value_and_grad, "
             "shard_map), where arrays may be pieces. Call it on what those return."
         )
-    tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    tree = nnx.state(tree, graph=True) if isinstance(tree, nnx.Module) else tree
     arrays, shardings, own = [], [], []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=_functional.is_node

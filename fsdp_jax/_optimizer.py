@@ -80,7 +80,7 @@ class Optimizer(nnx.Optimizer):
                 "all-reduce is off). Reduce them first, with value_and_grad(...)(..., "
                 "pending=p) or model.synchronize_gradients(p)."
             )
-        params = nnx.state(model, self.wrt)
+        params = nnx.state(model, self.wrt, graph=True)
         values = _unpadded_values(params)
         updates, new_state = self.tx.update(
             _unpadded_values(nnx.state(grads, self.wrt), like=params),

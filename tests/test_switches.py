@@ -48,6 +48,17 @@ def test_training_in_the_tree_mode_of_flax_is_that_of_graph_mode(mlp, mesh8):
     helpers.assert_trees_close(mlp.layers[0].kernel[...], moved)
 
 
+def test_a_loop_in_the_tree_mode_of_flax_has_the_gradients_of_graph_mode(mesh8):
+    batch = helpers.regression_batch()
+    expected = helpers.gradients_of_stack()
+    model = helpers.Stack("scan_layers remat")
+    fsdp_jax.fully_shard(model.layers, mesh=mesh8)
+    step = nnx.jit(fsdp_jax.value_and_grad(helpers.mean_square))
+    with switched(flax.config, nnx_graph_mode=False, nnx_graph_updates=False):
+        found = step(fsdp_jax.fully_shard(model, mesh=mesh8), *batch)
+    helpers.assert_trees_close(found, expected)
+
+
 def test_custom_vjp_and_checkpoint_of_the_new_kind_are_looked_into():
     @jax.custom_vjp
     def swap(x: jax.Array, y: jax.Array) -> Any:
