@@ -92,7 +92,7 @@ def _arrays(arguments: Any) -> Iterator[tuple[str, Any]]:
         elif _is_optax(leaf):
             found = [("moment", x) for x in jax.tree.leaves(leaf)]
         elif isinstance(leaf, nnx.Module):
-            variables = [v for _, v in nnx.iter_graph(leaf)]
+            variables = [v for _, v in nnx.iter_graph(leaf, graph=True)]
             found = [_variable(v) for v in variables if isinstance(v, nnx.Variable)]
         else:
             below = any(plain_key(key) == "params" for key in path)

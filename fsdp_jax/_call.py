@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from fsdp_jax import _functional, _gather, _ordering, _precision, _schedule
+from fsdp_jax import _carry, _functional, _gather, _ordering, _precision, _schedule
 from fsdp_jax._bridge import as_linen_expects
 from fsdp_jax._comm import cast_floating
 from fsdp_jax._local import Local
@@ -49,7 +49,12 @@ def cast_carry(state: FSDPState, carry: Any) -> Any:
 def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a method of a sharded module on its gathered parameters."""
     state = state_of(module)
-    with _precision.cast_inputs(state.mp_policy, args, kwargs) as (args, kwargs):
+    name = state.path or class_name(module)
+    _carry.note_call(name, state.mp_policy)
+    with (
+        _carry.refused(name),
+        _precision.cast_inputs(state.mp_policy, args, kwargs) as (args, kwargs),
+    ):
         if state.window:
             output = function(module, *args, **kwargs)
         else:

@@ -13,46 +13,14 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from fsdp_jax._callees import callee_of
+from fsdp_jax._callees import equations_inside as equations_inside
+
 Look = Callable[..., None]
-
-# Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
-# mixes parameters and activations behind one equation.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-
-
-def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    key = _CALLS.get(eqn.primitive.name)
-    if key is None:
-        return None
-    callee = eqn.params[key]
-    return ClosedJaxpr(callee, ()) if isinstance(callee, Jaxpr) else callee
-
-
-def equations_inside(params: Any) -> Iterator[JaxprEqn]:
-    """Every equation of the programs in a tree, such as an equation's parameters."""
-
-    def is_program(x: Any) -> bool:
-        return isinstance(x, (ClosedJaxpr, Jaxpr))
-
-    for found in jax.tree.leaves(params, is_leaf=is_program):
-        if is_program(found):
-            program = found.jaxpr if isinstance(found, ClosedJaxpr) else found
-            for eqn in program.eqns:
-                yield eqn
-                yield from equations_inside(list(eqn.params.values()))
 
 
 def depends_on(
@@ -90,7 +58,7 @@ def depends_on(
     for eqn in jaxpr.eqns:
         ins = [isinstance(v, Var) and v in marked for v in eqn.invars]
         look(eqn, ins)
-        if callee := _callee(eqn):
+        if callee := callee_of(eqn):
             outs = depends_on(callee, ins, decide, into_loops, look)
         elif into_loops and eqn.primitive.name == "scan":
             outs = _loop_depends_on(eqn, ins, decide, look)
@@ -173,7 +141,7 @@ def added_to(closed: ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
 def _added_by(eqn: JaxprEqn, ins: list[int]) -> list[int]:
     """The same for one equation that reads something that is not FREE."""
     name = eqn.primitive.name
-    if callee := _callee(eqn):
+    if callee := callee_of(eqn):
         return added_to(callee, ins)
     if name == "scan":
         return _added_in_loop(eqn, ins)
@@ -217,7 +185,7 @@ def _slice(
         if not any(outs):
             continue
         reads = [True] * len(eqn.invars)
-        if callee := _callee(eqn):
+        if callee := callee_of(eqn):
             _, inner = _slice(callee.jaxpr, outs)
             reads = [v in inner for v in callee.jaxpr.invars]
         needed.update(v for v, r in zip(eqn.invars, reads) if r and isinstance(v, Var))
@@ -255,7 +223,7 @@ def evaluate(
 
     for eqn, outs in _slice(jaxpr, wanted, known)[0]:
         values = [read(v) for v in eqn.invars]
-        if callee := _callee(eqn):
+        if callee := callee_of(eqn):
             with _named(eqn):
                 results = evaluate(callee, values, outs, before=before)
             env.update(zip([v for v, o in zip(eqn.outvars, outs) if o], results))

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from fsdp_jax import _functional, _layout
 from fsdp_jax._batch import mesh_of
+from fsdp_jax._generated import original_class
 from fsdp_jax._managed import spec_of
-from fsdp_jax._module import original_class
 from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import is_sharded
 

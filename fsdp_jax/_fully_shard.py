@@ -23,6 +23,7 @@ from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo, resolve_mesh
 from fsdp_jax._module import (
     FSDPModule,
+    check_convertible,
     convert,
     revert,
 )
@@ -37,7 +38,7 @@ from fsdp_jax._policies import (
 from fsdp_jax._precision import warn_of_layer_dtypes
 from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._stacks import layer_dims
-from fsdp_jax._state import FSDPState, is_sharded
+from fsdp_jax._state import FSDPState, check_variables, is_sharded
 
 M = TypeVar("M")
 
@@ -95,7 +96,8 @@ def fully_shard(
         ValueError: a container without a call, a parameter without an array, a
             parameter tied across two groups, a bad integer, mesh, placement or
             `uneven`; a dim that does not divide, with `uneven="error"`.
-        TypeError: an argument of the wrong type.
+        TypeError: an argument of the wrong type; a module whose class also derives from
+            a built-in one, such as `dict`; Variables made with `hijax` or `ref`.
         NotImplementedError: an argument that is not supported yet; `Shard(d)` with
             d > 0 on a dim that does not divide, unless padded; padding a dim that other
             axes cut too.
@@ -110,6 +112,8 @@ def fully_shard(
     specification.
     """
     modules = _check_modules(module)
+    for m in modules:
+        check_variables(m, "fully_shard")
     _check_reshard(reshard_after_forward, dp_mesh_dims)
     _check_policies(mp_policy, offload_policy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -139,6 +143,8 @@ def fully_shard(
         uneven=uneven,
     )
     plans = _plan(modules, ignored, place)
+    for m in modules:
+        check_convertible(m)
     managed = [variable for plan in plans for variable, _ in plan.managed]
     warn_of_layer_dtypes(modules, managed, mp_policy, stacklevel=2)
     _apply(plans, state)

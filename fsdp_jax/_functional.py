@@ -111,7 +111,7 @@ def split_inner(nodes: Any, *filters: Any, tracked: bool) -> tuple[Any, ...]:
     """Split the copies after use."""
     _declare_tracers(nodes)
     if not tracked:
-        return nnx.split(nodes, *filters)
+        return nnx.split(nodes, *filters, graph=True)
     with nnx.split_context(TAG) as ctx:
         return ctx.split(nodes, *filters)
 

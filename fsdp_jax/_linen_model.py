@@ -5,13 +5,15 @@ What must not live here: sharding them (`linen`), and gathering (`_linen_units`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core.scope import in_filter, subtract_filters
+from flax.errors import ScopeParamShapeError
 from jax.core import Tracer
 
 from fsdp_jax import _collectives, _cotangents, _functional
@@ -37,7 +39,7 @@ class ShardedModule:
 
     def __init__(self, module: nn.Module, holder: Any, known: dict[str, Any]) -> None:
         self.module = module
-        self._graphdef, self._state = nnx.split(holder)
+        self._graphdef, self._state = nnx.split(holder, graph=True)
         self.collections = known
         self._infos = infos_of(holder)
         self._root = program_state(holder, ())
@@ -71,6 +73,29 @@ class ShardedModule:
         holder = self.groups
         change(holder)
         return ShardedModule(self.module, holder, self.collections)
+
+    def with_module(
+        self, module: nn.Module, variables: Mapping[str, Any] | None = None
+    ) -> ShardedModule:
+        """Run another configuration of the module on the same parameters.
+
+        For decoding, say, where `module.clone(decode=True)` would run the module
+        itself. Padded parameters (`uneven="pad"`) can only be shared so.
+
+        Args:
+            module: a Linen module whose parameters have the same names and shapes.
+            variables: its variables or their shapes, if it has other collections.
+
+        Returns:
+            A model with the same groups; this one stays as it is.
+
+        Raises:
+            TypeError: `module` is no Linen module.
+            ValueError: it is bound.
+        """
+        check_module("with_module", module)
+        known = self.collections if variables is None else structures(variables)
+        return ShardedModule(module, self.groups, known)
 
     def apply(
         self,
@@ -117,7 +142,7 @@ class ShardedModule:
             by_name = {**dict(zip(own, full, strict=True)), **rest}
             leaves = [by_name[n] for n in names]
             given = {**others, "params": jax.tree.unflatten(treedef, leaves)}
-            with nn.intercept_methods(intercept):
+            with _saying_padding(), nn.intercept_methods(intercept):
                 output = self.module.apply(
                     given,
                     *args,
@@ -192,6 +217,48 @@ class ShardedModule:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((rngs, arrays))):
             return jax.tree.map(move, make(rngs, arrays), targets)
         return jax.jit(make, out_shardings=targets)(rngs, arrays)
+
+
+def check_module(who: str, module: Any) -> None:
+    """Raise unless something is a Linen module that is not bound.
+
+    Raises:
+        TypeError: it is no Linen module.
+        ValueError: it is bound.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{who}: expected a Linen module, got {type(module).__name__}. For NNX "
+            "modules there is fsdp_jax.fully_shard."
+        )
+    if module.scope is not None:
+        raise ValueError(
+            f"{who}: the module is bound to variables. Pass the unbound one, and the "
+            "variables next to it."
+        )
+
+
+def structures(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The structure of each collection besides the parameters."""
+    return {
+        name: jax.tree.structure(canonical(tree))
+        for name, tree in variables.items()
+        if name != "params"
+    }
+
+
+@contextmanager
+def _saying_padding() -> Iterator[None]:
+    """Say where the padding of another model's parameters may have come from."""
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        text = str(error).split(" (https://")[0]
+        raise ValueError(
+            f"apply: {text} If they are another model's, with the padding of "
+            "uneven='pad', run this module as model.with_module(module) of that model, "
+            "whose apply knows their own sizes."
+        ) from error
 
 
 def _is_own(piece: Any) -> bool:

@@ -16,8 +16,13 @@ from flax import linen as nn
 
 from fsdp_jax import _functional
 from fsdp_jax._fully_shard import fully_shard as _fully_shard
-from fsdp_jax._linen_model import ShardedModule, places_of
-from fsdp_jax._linen_names import Path, canonical, find_units, is_inside, joined, named
+from fsdp_jax._linen_model import (
+    ShardedModule,
+    check_module,
+    places_of,
+    structures,
+)
+from fsdp_jax._linen_names import Path, find_units, is_inside, joined, named
 from fsdp_jax._linen_program import infos_of
 from fsdp_jax._linen_units import Level, Unit
 from fsdp_jax._managed import install
@@ -87,16 +92,7 @@ def fully_shard(
             "fully_shard has already been applied to this module. Name all submodules "
             "in one call (modules=)."
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"fully_shard: expected a Linen module, got {type(module).__name__}. For "
-            "NNX modules there is fsdp_jax.fully_shard."
-        )
-    if module.scope is not None:
-        raise ValueError(
-            "fully_shard: the module is bound to variables. Pass the unbound one, and "
-            "the variables next to it."
-        )
+    check_module("fully_shard", module)
     if getattr(offload_policy, "memory_kind", None) == UNPINNED_HOST:
         raise ValueError(
             "fully_shard: compiled programs return arrays of unpinned host memory in "
@@ -162,7 +158,8 @@ def _holder(params: Mapping[Path, Any], units: Mapping[Path, Any]) -> Any:
                     "method of FSDPModule. Rename it."
                 )
             if depth == len(path):
-                setattr(node, name, nnx.Param(value, name=joined(path)))
+                param = nnx.Param(value, name=joined(path), hijax=False, ref=False)
+                setattr(node, name, param)
             elif not hasattr(node, name) or name not in vars(node):
                 setattr(node, name, Unit() if path[:depth] in units else Level())
             node = vars(node)[name]
@@ -192,14 +189,9 @@ def _finished(
         x = variable.get_raw_value()
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         install(variable, shape)  # the model holds no arrays
-    known = {
-        name: jax.tree.structure(canonical(tree))
-        for name, tree in variables.items()
-        if name != "params"
-    }
     if isinstance(variables, core.FrozenDict):
         placed = core.freeze(placed)
-    return ShardedModule(module, holder, known), placed
+    return ShardedModule(module, holder, structures(variables)), placed
 
 
 def _place(x: Any, target: Any) -> Any:

@@ -58,7 +58,7 @@ class Unit(Level):
 
 def wrap(tree: Any) -> Any:
     """A tree with its leaves in Variables: nothing casts them."""
-    return jax.tree.map(nnx.Variable, tree)
+    return jax.tree.map(lambda x: nnx.Variable(x, hijax=False, ref=False), tree)
 
 
 def unwrap(tree: Any) -> Any:
@@ -116,7 +116,7 @@ def call_unit(
 def _unit(pieces: Sequence[tuple[Any, Info]], state: FSDPState) -> Any:
     """The group of these parameters, in the trace that is going on."""
     unit = Unit()
-    metadata = nnx.Param(0).get_metadata()
+    metadata = nnx.Param(0, hijax=False, ref=False).get_metadata()
     for i, (value, info) in enumerate(pieces):
         variable = managed_class(nnx.Param).from_metadata(
             value, {**metadata, METADATA: info.spec}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from flax import nnx
 
 from fsdp_jax import _state_dict
 from fsdp_jax._call import call
+from fsdp_jax._generated import builtin_base, generate, original_class
 from fsdp_jax._knobs import Knobs
 from fsdp_jax._pending import PendingGradients, synchronize_gradients
 from fsdp_jax._state import (
@@ -50,7 +50,8 @@ class FSDPModule(Knobs):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Not the original's own hook: no new class was made in the user's code.
-        nnx.Module.__init_subclass__.__func__(cls, **kwargs)
+        pytree = original_class(cls)._pytree__is_pytree
+        nnx.Module.__init_subclass__.__func__(cls, pytree=pytree, **kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is FSDPModule:
@@ -198,44 +199,25 @@ class FSDPModule(Knobs):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild_module, (original_class(type(self)), dict(vars(self)))
+        original = original_class(type(self))
+        return _rebuild_module, (original, state_of(self), self.__getstate__())
 
 
 # --- the class swap ---------------------------------------------------------------
-
-
-class _FSDPMeta(type(nnx.Module)):
-    """Metaclass of the generated classes, so that pickle can name them."""
 
 
 _GENERATED: dict[type, type] = {}
 
 
 def fsdp_class(original: type) -> type:
-    """The generated subclass of `(FSDPModule, original)`, one per original class."""
+    """The generated subclass of `FSDPModule` and `original`, one per original class."""
     if original in _GENERATED:
         return _GENERATED[original]
-    meta = type(original)
-    if not issubclass(_FSDPMeta, meta):
-        meta = type("_FSDPMeta", (_FSDPMeta, meta), {})
-        copyreg.pickle(meta, _reduce_class)
-    else:
-        meta = _FSDPMeta
-    name = original.__name__ + SUFFIX
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__ + SUFFIX,
-        "__doc__": original.__doc__,
-    }
+    namespace = {}
     if any("__call__" in vars(cls) for cls in original.__mro__):
         namespace["__call__"] = _hooked(original.__call__, None)
-    generated = types.new_class(
-        name,
-        (FSDPModule, original),
-        {"pytree": original._pytree__is_pytree, "metaclass": meta},
-        lambda ns: ns.update(namespace),
-    )
-    generated._pytree__nodes = original._pytree__nodes
+    generated = generate(original, FSDPModule, SUFFIX, namespace)
+    copyreg.pickle(type(generated), _reduce_class)
     _GENERATED[original] = generated
     return generated
 
@@ -244,15 +226,29 @@ def _reduce_class(cls: type) -> tuple[Any, ...]:
     return fsdp_class, (original_class(cls),)
 
 
-copyreg.pickle(_FSDPMeta, _reduce_class)
+def check_convertible(module: Any) -> None:
+    """See that `convert` will do, and leave the module as it is.
 
-
-def original_class(generated: type) -> type:
-    """The class that `fsdp_class` was given."""
-    for cls in generated.__mro__:
-        if cls in _GENERATED.values():
-            return cls.__bases__[1]
-    raise TypeError(f"{generated.__name__} was not made by fully_shard")
+    Raises:
+        TypeError: objects of the module's class cannot get a generated class.
+    """
+    original = type(module)
+    name = original.__name__
+    if (base := builtin_base(original)) is not None:
+        raise TypeError(
+            f"fully_shard: {name} derives from {base.__name__}, whose objects NNX "
+            "cannot make (nnx.clone and nnx.jit fail on such a module). Hold the "
+            f"{base.__name__} in an attribute of the module instead."
+        )
+    try:
+        object.__setattr__(module, "__class__", fsdp_class(original))
+    except Exception as error:
+        raise TypeError(
+            f"fully_shard: no subclass of {name} can be made that its objects can "
+            f"take on ({error}). Shard a module whose class Python can subclass, such "
+            "as one that holds this one in an attribute."
+        ) from error
+    object.__setattr__(module, "__class__", original)
 
 
 def convert(module: Any, state: FSDPState) -> None:
@@ -269,13 +265,14 @@ def revert(module: Any) -> None:
         vars(module).pop(STATE, None)
 
 
-def _rebuild_module(original: type, state: dict[str, Any]) -> Any:
+def _rebuild_module(original: type, state: FSDPState, attributes: Any) -> Any:
     generated = fsdp_class(original)
     module = object.__new__(generated)
-    vars(module).update(state)
+    module.__setstate__(attributes)
+    object.__setattr__(module, STATE, state)
     set_state(module, forwards_left=0)  # values come back as shards
     place_replicated(module)
-    for name in state[STATE].forward_methods:
+    for name in state.forward_methods:
         _hook_method(generated, name)
     return module
 
@@ -294,9 +291,8 @@ def _hooked(function: Callable, name: str | None) -> Callable:
 
 def _hook_method(generated: type, name: str) -> None:
     if name not in vars(generated):
-        setattr(
-            generated, name, _hooked(getattr(original_class(generated), name), name)
-        )
+        function = getattr(original_class(generated), name)
+        setattr(generated, name, _hooked(function, name))
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:

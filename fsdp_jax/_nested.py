@@ -91,7 +91,8 @@ def run_nested(request: Request, args: tuple, kwargs: dict, pending: Any) -> Any
             loss, aux = _loss.split_loss(request, request.f(*args, **kwargs))
         return _loss.value_of(request, mesh, loss), aux
 
-    transform = nnx.value_and_grad(run, argnums=tuple(diff), has_aux=True)
+    modes: Any = {"graph": True, "graph_updates": True}
+    transform = nnx.value_and_grad(run, argnums=tuple(diff), has_aux=True, **modes)
     with _cotangents.differentiating():
         (value, aux), grads = transform(*args, **kwargs)
     averages = request.reduction == "mean"
@@ -203,7 +204,7 @@ def unsharded(model: Any) -> Any:
             "unsharded: the model is, or contains, no module that fully_shard was "
             "applied to."
         )
-    copy = nnx.clone(model)
+    copy = nnx.clone(model, graph=True)
     modules: Sequence[Any] = sharded_modules(copy)
     for module in modules:
         module.unshard()

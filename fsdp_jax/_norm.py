@@ -49,7 +49,7 @@ def global_norm(tree: Any) -> Array:
             "global_norm: the gradients are not reduced yet. Reduce them first, with "
             "value_and_grad(...)(..., pending=p) or model.synchronize_gradients(p)."
         )
-    tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    tree = nnx.state(tree, graph=True) if isinstance(tree, nnx.Module) else tree
     leaves = [
         (jax.tree_util.keystr(keys), leaf, x)
         for keys, leaf in jax.tree_util.tree_leaves_with_path(

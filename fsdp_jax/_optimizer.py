@@ -53,7 +53,8 @@ class Optimizer(nnx.Optimizer):
         made = (
             _on_shapes(tx) if mesh.compile_only else init_elsewhere(tx) if kinds else tx
         )
-        super().__init__(model, _on_unpadded(made), wrt=wrt)
+        with nnx.var_defaults(hijax=False, ref=False):
+            super().__init__(model, _on_unpadded(made), wrt=wrt)
         self.tx = on_host(tx) if PINNED_HOST in kinds else tx
         for _, variable in _functional.walk(self):
             if isinstance(variable, nnx.Variable):
@@ -79,7 +80,7 @@ class Optimizer(nnx.Optimizer):
                 "all-reduce is off). Reduce them first, with value_and_grad(...)(..., "
                 "pending=p) or model.synchronize_gradients(p)."
             )
-        params = nnx.state(model, self.wrt)
+        params = nnx.state(model, self.wrt, graph=True)
         values = _unpadded_values(params)
         updates, new_state = self.tx.update(
             _unpadded_values(nnx.state(grads, self.wrt), like=params),

@@ -289,6 +289,7 @@ def floating(arrays: Sequence[Array]) -> list[Array]:
 
 
 _CHECKPOINT = "checkpoint / remat"
+_REMAT3 = "remat3"  # the same with jax_remat3
 _LOOPS = ("scan", "while_body", "fori_loop")
 
 
@@ -306,7 +307,7 @@ def in_checkpoint() -> bool:
     while trace is not None:
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         made_for = getattr(info, "traced_for", None)
-        if made_for == _CHECKPOINT or made_for in _LOOPS:
-            return made_for == _CHECKPOINT
+        if made_for in (_CHECKPOINT, _REMAT3, *_LOOPS):
+            return made_for not in _LOOPS
         trace = getattr(trace, "parent_trace", None)
     return False

@@ -20,7 +20,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import (
+    _annotations,
     _blocks,
+    _carry,
     _collectives,
     _cotangents,
     _forward_mode,
@@ -238,9 +240,11 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
         found.append((outcome, stages))
         return results
 
-    with _forward_mode.refused():
+    who, axes = program.call.request.who, program.mesh.data_axes
+    with _forward_mode.refused(), _annotations.refused(who, axes), _carry.refused(who):
         closed = jax.make_jaxpr(local)(inputs)
     _forward_mode.check(closed)
+    _annotations.check(closed, who, axes)
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)

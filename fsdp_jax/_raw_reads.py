@@ -19,6 +19,7 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from fsdp_jax._callees import callee_of, equations_inside
 from fsdp_jax._dependence import carry_of
 
 # What makes every element of the elements in the same place.
@@ -72,17 +73,6 @@ def raw_reads(
     return _Reader(shard_axes, refuse).run(closed, list(inputs), False)
 
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "shard_map": "jaxpr",
-}
 _SAME_VALUES = frozenset(
     "reshape squeeze expand_dims transpose optimization_barrier device_put copy copy_p "
     "sharding_constraint reshard pvary concatenate split reduce_precision "
@@ -114,7 +104,7 @@ class _Reader:
                     uniform.update(eqn.outvars)
                 piece = self._scattered(eqn)
                 outs: list[Found] = [piece] * len(eqn.outvars)
-                if piece is None and any(_programs(eqn)):
+                if piece is None and any(equations_inside(eqn.params)):
                     outs = self._outputs(eqn, ins, ours, uniform)
             else:
                 outs = self._outputs(eqn, ins, ours, uniform)
@@ -136,9 +126,9 @@ class _Reader:
     ) -> list[Found]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         ours = ours or any(n in str(eqn.source_info.name_stack) for n in _NAMED)
-        if name in _CALLS:
-            callee = eqn.params[_CALLS[name]]
-            return self.run(_closed(callee), ins, ours)
+        callee = callee_of(eqn)
+        if callee is not None or name == "shard_map":
+            return self.run(callee or _closed(eqn.params["jaxpr"]), ins, ours)
         if name == "scan":
             return self._scan(eqn, ins, ours)
         if name == "while":
@@ -229,16 +219,6 @@ def _joined(pieces: Sequence[Found]) -> Found:
 
 def _closed(program: Any) -> ClosedJaxpr:
     return ClosedJaxpr(program, ()) if isinstance(program, Jaxpr) else program
-
-
-def _programs(eqn: JaxprEqn) -> list[Any]:
-    """The programs in an equation's parameters."""
-    values = [
-        x
-        for value in eqn.params.values()
-        for x in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
-    return [x for x in values if isinstance(x, (Jaxpr, ClosedJaxpr))]
 
 
 def _is_uniform(eqn: JaxprEqn, uniform: set[Var]) -> bool:

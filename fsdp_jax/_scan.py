@@ -17,6 +17,9 @@ from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._spec import dotted
 from fsdp_jax._state import comm_of, group_of, is_sharded, state_of
 
+# Whatever Flax's default is: modules carry what layers change.
+_GRAPH: dict[str, Any] = {"graph": True, "graph_updates": True}
+
 
 def scan_layers(
     layers: Any, carry: Any, *args: Any, remat: bool = False, **kwargs: Any
@@ -62,13 +65,14 @@ def scan_layers(
         def run(layer, carry):
             return layer(carry, *args, **kwargs)
 
-        return (nnx.remat(run) if remat else run)(layer, carry)
+        return (nnx.remat(run, **_GRAPH) if remat else run)(layer, carry)
 
     if not _looks_ahead(layers):
         loop = nnx.scan(
             lambda layer, carry: one(layer, carry, *args, **kwargs),
             in_axes=(0, nnx.Carry),
             out_axes=nnx.Carry,
+            **_GRAPH,
         )
         return loop(layers, carry)
     return _look_ahead(layers, one, carry, args, kwargs)

@@ -133,6 +133,26 @@ def check_concrete(module: Any, asked: str) -> None:
         )
 
 
+def check_variables(root: Any, asked: str) -> None:
+    """Raise if a Variable at or below `root` is of a kind that NNX is trying out.
+
+    Raises:
+        TypeError: it was made with `hijax=True` or `ref=True`.
+    """
+    for path, v in _functional.walk(root):
+        if not isinstance(v, nnx.Variable):
+            continue
+        plain = nnx.Variable in type(v).__mro__  # to isinstance every kind is one
+        kinds = [k for k in ("hijax", "ref") if plain and v._var_metadata.get(k)]
+        if kinds or not plain:
+            raise TypeError(
+                f"{asked}: the Variable {dotted(path) or 'itself'!r} was made with "
+                f"{(kinds or ['hijax'])[0]}=True, a kind whose value others can change "
+                "in place, which cannot be sharded. Make it under "
+                "nnx.var_defaults(hijax=False, ref=False)."
+            )
+
+
 def sharded_modules(root: Any) -> list[Any]:
     """The sharded modules at and below `root`, outer ones first."""
     return [m for _, m in named_sharded_modules(root)]

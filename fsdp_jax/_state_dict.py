@@ -23,7 +23,7 @@ from fsdp_jax._state import state_of
 
 def state_dict(module: Any) -> dict[str, Any]:
     """Dotted names to arrays, in the order of `nnx.state`."""
-    flat = nnx.to_flat_state(nnx.state(module))
+    flat = nnx.to_flat_state(nnx.state(module, graph=True))
     return {dotted(path): at_rest(value) for path, value in flat}
 
 

@@ -24,7 +24,7 @@ from fsdp_jax._prepare import plan_program
 from fsdp_jax._program import Note, execute
 from fsdp_jax._rows import batch_rows
 from fsdp_jax._stages import REDUCED, Stages
-from fsdp_jax._state import check_concrete, sharded_modules
+from fsdp_jax._state import check_concrete, check_variables, sharded_modules
 from fsdp_jax._user import Call
 from fsdp_jax._wrt import select
 
@@ -245,6 +245,8 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
         return run_nested(request, args, kwargs, pending)
     taken, nodes, arrays = _functional.take((args, kwargs))
     mesh = _batch.mesh_of(nodes, who)
+    for node in nodes:
+        check_variables(node, who)
     _functional.check_writable(nodes)
     _batch.check_context(mesh, who)
     for spec in request.out_specs.leaves:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from fsdp_jax import FSDPModule, Optimizer, fully_shard, scan_layers
+from fsdp_jax._callees import equations_inside
 
 VOCABULARY = 64
 
@@ -157,8 +157,13 @@ def assert_trees_close(
 
 
 def _named_leaves(tree: Any) -> dict[str, np.ndarray]:
-    if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree)
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, nnx.Module)
+
+    # Also inside, as Flax returns gradients in its tree mode.
+    state = lambda x: nnx.state(x) if is_module(x) else x  # noqa: E731
+    tree = jax.tree.map(state, tree, is_leaf=is_module)
     leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(tree))
     named = {}
     for path, leaf in leaves:
@@ -223,19 +228,7 @@ def equations_of(f: Callable[..., Any], *args: Any) -> Iterator[Any]:
     def pure(state: Any) -> Any:
         return nnx.as_pure(f(*nnx.merge(graphdef, state)))
 
-    def walk(jaxpr: Jaxpr) -> Iterator[Any]:
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()),
-                is_leaf=lambda x: isinstance(x, (ClosedJaxpr, Jaxpr)),
-            ):
-                if isinstance(inner, ClosedJaxpr):
-                    yield from walk(inner.jaxpr)
-                elif isinstance(inner, Jaxpr):
-                    yield from walk(inner)
-
-    return walk(jax.make_jaxpr(pure)(state).jaxpr)
+    return equations_inside(jax.make_jaxpr(pure)(state))
 
 
 def stacked_by_loops(f: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+import fsdp_jax
 from fsdp_jax import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -541,3 +543,36 @@ def test_a_failed_call_keeps_the_shardings_that_parameters_had(mesh8):
         "subclassed",
     )
     assert kernel[...].sharding == earlier
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_variables_of_other_kinds_are_refused_by_name(mesh8, kind):
+    with nnx.var_defaults(**{kind: True}):
+        module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    classes = type(module), type(module.kernel)
+    model = fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=mesh8)
+    for refused in (
+        lambda: fully_shard([Inner(nnx.Rngs(0)), module], mesh=mesh8),
+        lambda: fsdp_jax.shard_map(lambda a, b: None)(model, module),
+    ):
+        with pytest.raises(TypeError, match=rf"'bias' was made with {kind}=True"):
+            refused()
+    assert (type(module), type(module.kernel)) == classes
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_a_default_for_other_kinds_does_not_reach_what_is_sharded(mesh8, kind):
+    def step(model: Any, x: Any) -> Any:
+        model = fully_shard(model, mesh=mesh8) if sharded else model
+        wrt: Any = {} if sharded else {"wrt": nnx.Param}
+        make = fsdp_jax.Optimizer if sharded else nnx.Optimizer
+        grad = fsdp_jax.grad if sharded else nnx.grad
+        optimizer = make(model, optax.adam(0.1, eps=1e-3), **wrt)
+        optimizer.update(model, grad(lambda m, x: jnp.mean(m(x) ** 2))(model, x))
+        return model
+
+    sharded = False
+    expected = step(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), INPUTS)
+    model, sharded = nnx.Linear(16, 8, rngs=nnx.Rngs(0)), True
+    with nnx.var_defaults(**{kind: True}):
+        helpers.assert_trees_close(step(model, INPUTS), expected)

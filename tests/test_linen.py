@@ -866,3 +866,37 @@ def test_sizes_that_do_not_divide_are_padded():
         np.testing.assert_allclose(got, want, 1e-5)
     want: Any = Odd().apply({"params": plain.params}, x)
     np.testing.assert_allclose(model.apply({"params": state.params}, x), want, 1e-4)
+
+
+def test_another_configuration_of_a_module_runs_on_padded_parameters():
+    class Net(nn.Module):
+        decode: bool = False
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dense(5)(nn.tanh(nn.Dense(13, name="inner")(x)))
+            if self.decode:
+                calls = self.variable("cache", "last", jnp.zeros, x.shape)
+                x = calls.value = x + calls.value
+            return x
+
+    x = jax.random.normal(jax.random.key(1), (12, 9))
+    variables, decode = Net().init(KEY, x), Net(decode=True)
+    shapes = {"modules": "inner", "mesh": helpers.mesh_of(4), "uneven": "pad"}
+    model, placed = linen.fully_shard(Net(), variables, **shapes)
+    cache = {"cache": {"last": jnp.ones((12, 5))}}
+    other = model.with_module(decode, jax.eval_shape(decode.init, KEY, x))
+
+    def run(apply: Any) -> Any:
+        return lambda given, x: apply(given, x, mutable=["cache"])
+
+    want = decode.apply({**variables, **cache}, x, mutable=["cache"])
+    found = other.apply({**placed, **cache}, x, mutable=["cache"])
+    close(found, want)
+    found = linen.shard_map(run(other.apply), other)({**placed, **cache}, x)
+    close(found, want)
+    again, _ = linen.fully_shard(decode, placed, **shapes)
+    with pytest.raises(ValueError, match=r"\(9, 13\).*\(12, 13\).*with_module"):
+        again.apply({**placed, **cache}, x)
+    with pytest.raises(TypeError, match="with_module: expected a Linen module"):
+        model.with_module(nnx.Linear)  # type: ignore[arg-type]
