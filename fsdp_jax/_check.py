@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from flax import nnx
 from fsdp_jax import _check_listing, _transforms
 from fsdp_jax._check_host import Tolerance
 from fsdp_jax._check_report import CheckReport
-from fsdp_jax._check_rules import Judge, describe_error, told_of_knobs
+from fsdp_jax._check_rules import Judge, told_of_knobs
 from fsdp_jax._check_run import Lab, run_sharded
 from fsdp_jax._check_subject import WHO, subject_of
 from fsdp_jax._join import Request
@@ -95,7 +94,7 @@ def check(
             f"one; got {type(model).__name__}."
         )
     _transforms._check_callable(WHO, f)
-    linen = isinstance(model, ShardedModule)
+    linen: ShardedModule | None = model if isinstance(model, ShardedModule) else None
     if linen and (unsharded is not None or wrt is not nnx.Param or argnums != 0):
         raise TypeError(
             f"{WHO}: unsharded, wrt and argnums are for NNX models. Of a Linen model "
@@ -120,18 +119,16 @@ def check(
         )
         if reduction is None:
             request = _without_loss(request)
-        subject = subject_of(request, args, kwargs, unsharded, model if linen else None)
+        subject = subject_of(request, args, kwargs, unsharded, linen)
         return _report(Lab(subject), tolerance)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("once")  # f runs several times
-        if not linen:
-            return run(f, model, *args, **kwargs)
-        first, *others = args
-        slices = num_microbatches > 1
-        adapter = Adapter(f, first, model, WHO, has_aux or reduction is None, slices)
-        call = functools.partial(run, adapter.function())
-        return adapter.call(call, tuple(others), kwargs)
+    if linen is None:
+        return run(f, model, *args, **kwargs)
+    first, *others = args
+    joins, slices = has_aux or reduction is None, num_microbatches > 1
+    adapter = Adapter(f, first, linen, WHO, joins, slices)
+    call = functools.partial(run, adapter.function())
+    return adapter.call(call, tuple(others), kwargs)
 
 
 def _check_tolerances(rtol: Any, atol: Any) -> None:
@@ -164,7 +161,8 @@ def _report(lab: Lab, tolerance: Tolerance) -> CheckReport:
     try:
         sharded = run_sharded(subject)
     except Exception as error:
-        return CheckReport((describe_error(error),), {}, tuple(treated), (), count)
+        row = judge.of_error(error)
+        return CheckReport((row,), {}, tuple(treated), (), count)
     rows, notes = judge.judge(sharded, whole), told_of_knobs(subject)
     treated += _check_listing.results(subject, lab.replay(judge.first))
     if not any(row.what in ("loss", "gradient") for row in rows):

@@ -30,18 +30,18 @@ def mixed_precision() -> Finding:
     return Finding(
         "mixed precision",
         "a MixedPrecisionPolicy computes or reduces in fewer digits. The difference is "
-        "of that size, and without the policies it goes away.",
+        "of that size, and without the policies it is gone.",
         MEANT,
     )
 
 
-def random_streams() -> Finding:
-    """Dropout masks."""
+def random_streams(outcome: str) -> Finding:
+    """Dropout masks; `outcome` is what the difference is without them."""
     return Finding(
         "random streams",
         "each device draws masks of its own for its rows: the index of the device is "
-        "folded into the keys. With the same keys and rows one device draws the same, "
-        "and without dropout this difference goes away.",
+        "folded into the keys. An unsharded run of each device's rows with such keys "
+        f"draws the same, and without dropout the difference is {outcome}.",
         MEANT + " For comparisons of your own switch dropout off.",
     )
 
@@ -52,7 +52,7 @@ def draws(name: str) -> Finding:
         "random streams",
         f"the function draws from a random stream ({name}) on each device, with the "
         "index of the device folded into the key, and no module has a switch for it. "
-        "One device with the same keys and rows draws the same.",
+        "An unsharded run of each device's rows with such keys draws the same.",
         "Check once more without the drawing: it may hide other differences.",
     )
 
@@ -68,13 +68,18 @@ def key_argument(label: str) -> Finding:
     )
 
 
-def cut_argument(subject: Subject, placing: Placing) -> Finding:
-    """An argument that is cut and is no batch, or has its rows elsewhere."""
+def cut_argument(subject: Subject, placing: Placing, outcome: str) -> Finding:
+    """An argument that is cut and is no batch, or has its rows elsewhere.
+
+    Args:
+        subject: what is checked.
+        placing: how it should be cut.
+        outcome: what becomes of the difference then; a sentence without its end.
+    """
     mesh, label = subject.mesh, subject.labels[placing.at]
     shape = subject.arrays[placing.at].shape
     assert subject.specs is not None
     own = how_cut(subject.specs[placing.at], mesh)
-    spec = "PartitionSpec()" if placing.dim is None else _spelled(placing, mesh)
     if placing.dim is None:
         rule = "cut argument"
         why = "like a batch, and is none: loss and gradients of the unsharded model"
@@ -86,13 +91,8 @@ def cut_argument(subject: Subject, placing: Placing) -> Finding:
     return Finding(
         rule,
         f"{label} {shape} was {own} {why}",
-        f"{_in_specs(subject, placing)} makes the numbers equal: it gives {label} the "
-        f"spec {spec}.",
+        f"{_in_specs(subject, placing)}: {outcome} then.",
     )
-
-
-def _spelled(placing: Placing, mesh: MeshInfo) -> str:
-    return _repr(mesh.data_spec(placing.dim or 0))
 
 
 def _repr(spec: PartitionSpec) -> str:
@@ -104,13 +104,14 @@ def _in_specs(subject: Subject, placing: Placing) -> str:
     asked = subject.specs or []
     flat = len(asked) == subject.num_args - 1 and subject.plain_arguments
     if not flat:
-        return "in_specs for that argument"
+        spec = _repr(placing.final[placing.at])
+        return f"Let in_specs give {subject.labels[placing.at]} the spec {spec}"
     entries = [
         _repr(new) if new != default_of(x.shape, subject.mesh) else "None"
         for new, x in zip(placing.final, subject.arrays)
     ]
     comma = "," if len(entries) == 1 else ""
-    return f"in_specs=({', '.join(entries)}{comma})"
+    return f"Pass in_specs=({', '.join(entries)}{comma})"
 
 
 def default_of(shape: Sequence[int], mesh: MeshInfo) -> PartitionSpec:
@@ -118,34 +119,35 @@ def default_of(shape: Sequence[int], mesh: MeshInfo) -> PartitionSpec:
     return mesh.data_spec() if shape else PartitionSpec()
 
 
-def batch_norm(axes: Sequence[str]) -> Finding:
-    """Statistics of one device's rows."""
+def batch_norm(axes: Sequence[str], outcome: str) -> Finding:
+    """Statistics of one device's rows; `outcome` as in `random_streams`."""
     name = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     return Finding(
         "batch norm",
         "BatchNorm takes the statistics of one device's rows, and the running ones are "
-        "the mean over devices. With those of all devices this difference goes away.",
+        "the mean over devices. With those of all devices the difference is "
+        f"{outcome}.",
         f"For the statistics of the whole batch make it with axis_name={name}.",
     )
 
 
-def micro_batches() -> Finding:
-    """Slices of a device's rows."""
+def micro_batches(outcome: str) -> Finding:
+    """Slices of a device's rows; `outcome` as in `random_streams`."""
     return Finding(
         "micro-batches",
-        "each slice of a device's rows is computed on its own. With one slice this "
-        "difference goes away: the function mixes rows, or counts calls.",
+        "each slice of a device's rows is computed on its own. With one slice the "
+        f"difference is {outcome}: the function mixes rows, or counts calls.",
         "Take num_microbatches=1, or see to it that the slices add up: a mean over "
         "rows for 'mean', a sum for 'sum', both parts for 'weighted'.",
     )
 
 
-def divide_factor() -> Finding:
-    """A factor that was set."""
+def divide_factor(outcome: str) -> Finding:
+    """A factor that was set; `outcome` as in `random_streams`."""
     return Finding(
         "divide factor",
         "set_gradient_divide_factor divides the sum over devices by another number "
-        "than how many they are. Without it this difference goes away.",
+        f"than how many they are. Without it the difference is {outcome}.",
         MEANT,
     )
 

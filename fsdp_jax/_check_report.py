@@ -10,8 +10,15 @@ import json
 import math
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 _WIDTH = 80
+_NAMES = {
+    "loss": "loss",
+    "gradient": "gradient",
+    "output": "output",
+    "state": "Variable",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +93,7 @@ class CheckReport:
 
         That a rule explains it does not say that it is meant: read the table.
         """
-        return all(row.findings for row in self.rows)
+        return all(row.rule and row.what != "error" for row in self.rows)
 
     def raise_if_different(self, allow: Collection[str] = ()) -> None:
         """Raise unless all numbers are equal, but for rules that are meant.
@@ -98,17 +105,21 @@ class CheckReport:
             RuntimeError: another difference; the text is the table.
         """
         for row in self.rows:
-            if not row.findings or any(f.rule not in allow for f in row.findings):
+            rules = [f.rule for f in row.findings]
+            if row.what == "error" or not rules or set(rules) - set(allow):
                 raise RuntimeError(
                     "check: sharded and unsharded numbers differ.\n" + self.table()
                 )
 
     def to_json(self) -> str:
         """All of it as JSON; infinite differences as null."""
-        whole = dataclasses.asdict(self) | {"ok": self.ok}
-        for row in whole["rows"]:
+        rows: list[dict[str, Any]] = []
+        for row in self.rows:
+            cells: dict[str, Any] = dataclasses.asdict(row) | {"rule": row.rule}
             for name in ("difference", "relative"):
-                row[name] = row[name] if math.isfinite(row[name]) else None
+                cells[name] = cells[name] if math.isfinite(cells[name]) else None
+            rows.append(cells)
+        whole = dataclasses.asdict(self) | {"ok": self.ok, "rows": rows}
         return json.dumps(whole, indent=2)
 
     def __str__(self) -> str:
@@ -157,15 +168,15 @@ class CheckReport:
                     where,
                     "" if row.what == "error" else _number(row.difference, "shape"),
                     "" if row.what == "error" else _number(row.relative, "-"),
-                    why or "NOT EXPLAINED",
+                    why or ("" if row.what == "error" else "NOT EXPLAINED"),
                 )
             )
         if self.rows:
             yield from _aligned(cells)
         counts = [
-            f"{n} {what}{'s' * (n != 1 and what in ('gradient', 'output'))}"
-            for what, n in self.equal.items()
-            if n
+            f"{n} {name}{'s' * (n != 1)}" if what != "loss" else name
+            for what, name in _NAMES.items()
+            if (n := self.equal.get(what, 0))
         ]
         if counts:
             yield ("equal: " if self.rows else "all equal: ") + ", ".join(counts)

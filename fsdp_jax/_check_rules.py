@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from fsdp_jax._check_run import Key, Lab, Replay, Run, run_sharded
 from fsdp_jax._check_subject import Variation
 from fsdp_jax._state import state_of
 
+_ORDER = ("loss", "gradient", "output", "state")
 _ROUNDINGS = 16  # of a policy's dtype, that a deep model may add up
 
 
@@ -77,7 +78,29 @@ class Judge:
         self.found = {k: [] for k in differing}
         if differing:
             self._explain(sharded, differing)
+        differing.sort(key=lambda key: _ORDER.index(key[0]))
         return [self._row(k, sharded, whole) for k in differing]
+
+    def _runs(self, how: Variation) -> bool:
+        """Whether the unsharded function runs on each device's rows."""
+        try:
+            self.lab.replay(how)
+        except Exception:
+            return False
+        return True
+
+    def of_error(self, error: Exception) -> CheckRow:
+        """The row of a sharded run that fails, with the arguments that may be why."""
+        text, why = f"{type(error).__name__}: {error}", []
+        self.how = dataclasses.replace(self.how, dropout=False)
+        placings = self.placings()
+        if placings and not self._runs(self.how):
+            how = dataclasses.replace(self.how, specs=placings[-1].specs)
+            if self._runs(how):
+                told = "the function runs"
+                why = [findings.cut_argument(self.subject, p, told) for p in placings]
+        name = type(error).__name__
+        return CheckRow("error", name, np.inf, np.inf, tuple(why), text)
 
     def _row(self, key: Key, sharded: Run, whole: Run) -> CheckRow:
         what, path = key
@@ -109,15 +132,36 @@ class Judge:
         self._last(left, now, drawing)
 
     def _step(
-        self, how: Variation, finding: Finding, left: list[Key], now: Pair
+        self,
+        how: Variation,
+        make: Callable[[str], Finding],
+        left: list[Key],
+        now: Pair,
+        new: Pair | None = None,
     ) -> tuple[list[Key], Pair]:
-        """Take a rule back: it is a cause where the difference is another one then."""
-        new = self.pair(how, now.rules)
-        for key in left:
-            if self._changed(key, now, new):
-                self.found[key].append(finding)
+        """Take a rule back: it is a cause where the difference is another one then.
+
+        Args:
+            how: the runs in which it is taken back.
+            make: makes the finding of what the difference is then.
+            left: where there still are differences.
+            now: the runs before.
+            new: the runs afterwards; None to have them made.
+
+        Returns:
+            Where differences are left, and the runs afterwards.
+        """
+        new = new or self.pair(how, now.rules)
+        changed = [key for key in left if self._changed(key, now, new)]
+        open_now = self.differ(new.rules, new.whole, left)
+        still = [key for key in changed if key in open_now]
+        outcome = "gone" if not still else "another one"
+        if still and len(still) < len(changed):
+            outcome = "gone or another one"
+        for key in changed:
+            self.found[key].append(make(outcome))
         self.how = how
-        return self.differ(new.rules, new.whole, left), new
+        return open_now, new
 
     def _changed(self, key: Key, before: Pair, after: Pair) -> bool:
         if key not in after.whole or key not in after.rules:
@@ -172,7 +216,7 @@ class Judge:
                 still = self.whole(off)
             told = [k for k in still if k[0] in ("loss", "gradient", "output")]
             if self.differ(still, now.whole, told):
-                left, now = self._step(off, findings.random_streams(), left, now)
+                left, now = self._step(off, findings.random_streams, left, now)
             counts = [
                 leaf.key
                 for leaf in now.replay.leaves.values()
@@ -195,8 +239,12 @@ class Judge:
         """Arguments that are cut and are no batch, or not along the dim that is cut."""
         for placing in self.placings():
             how = dataclasses.replace(self.how, specs=placing.specs)
-            finding = findings.cut_argument(self.subject, placing)
-            left, now = self._step(how, finding, left, now)
+
+            def make(outcome: str, placing: Placing = placing) -> Finding:
+                told = f"the difference is {outcome}"
+                return findings.cut_argument(self.subject, placing, told)
+
+            left, now = self._step(how, make, left, now)
         return left, now
 
     def placings(self) -> list[Placing]:
@@ -211,14 +259,14 @@ class Judge:
         if not any(issubclass(s.kind, nnx.BatchStat) for s in self.subject.slots):
             return left, now
         how = dataclasses.replace(self.how, batch_norm=True)
-        finding = findings.batch_norm(self.subject.mesh.data_axes)
-        return self._step(how, finding, left, now)
+        axes = self.subject.mesh.data_axes
+        return self._step(how, lambda o: findings.batch_norm(axes, o), left, now)
 
     def _slices(self, left: list[Key], now: Pair) -> tuple[list[Key], Pair]:
         if self.subject.request.num_microbatches == 1:
             return left, now
         how = dataclasses.replace(self.how, num_slices=1)
-        return self._step(how, findings.micro_batches(), left, now)
+        return self._step(how, findings.micro_batches, left, now)
 
     def _factors(self, left: list[Key], now: Pair) -> tuple[list[Key], Pair]:
         set_here = any(state_of(m).gradient_divide_factor for m in self.subject.modules)
@@ -228,10 +276,7 @@ class Judge:
         plain = dataclasses.replace(
             now, rules=join(self.subject, now.replay, now.rules, factors=False)
         )
-        for key in gradients:
-            if self._changed(key, now, plain):
-                self.found[key].append(findings.divide_factor())
-        return self.differ(plain.rules, plain.whole, left), plain
+        return self._step(self.how, findings.divide_factor, left, now, plain)
 
     def _last(self, left: list[Key], now: Pair, drawing: Finding | None) -> None:
         """What remains is what the function itself makes of some of the rows."""
@@ -279,15 +324,9 @@ class Judge:
             return []
         finding = findings.loss(subject, fit(subject, replay, other, self.tolerance))
         return [
-            "the numbers are equal by chance: with the same rows in another order they "
-            f"differ by the rule {finding.rule!r}. {finding.reason} {finding.advice}"
+            "equal by chance. With the same rows in another order the numbers differ, "
+            f"{finding.rule}: {finding.reason} {finding.advice}"
         ]
-
-
-def describe_error(error: BaseException) -> CheckRow:
-    """The row of a sharded run that fails."""
-    text = f"{type(error).__name__}: {error}"
-    return CheckRow("error", type(error).__name__, np.inf, np.inf, (), text)
 
 
 def told_of_knobs(subject: Any) -> list[str]:

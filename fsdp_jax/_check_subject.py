@@ -105,15 +105,8 @@ class Subject:
     @property
     def plain_arguments(self) -> bool:
         """Whether every argument besides the model is one array, by position."""
-        model, *others = jax.tree.unflatten(self.taken.treedef, list(self.taken.slots))[
-            0
-        ]
-        return not self.taken_kwargs and all(x == "array" for x in others)
-
-    @property
-    def taken_kwargs(self) -> Any:
-        """The keyword arguments without nodes and arrays."""
-        return jax.tree.unflatten(self.taken.treedef, list(self.taken.slots))[1]
+        args, kwargs = self.taken.slots_tree()
+        return not kwargs and all(x == "array" for x in args[1:])
 
     @property
     def held(self) -> list[Held]:
@@ -215,21 +208,18 @@ def subject_of(
         specs = _batch.resolve_specs(args, kwargs, names, in_specs, mesh, WHO, count)
     asked = specs or [PartitionSpec()] * len(given)
     rows = batch_rows([x.shape for x in given], asked, mesh)
-    slots = slots_of(nnx.split(nodes)[1], mesh, rows)
+    _, own_state = nnx.split(nodes)
+    slots = slots_of(own_state, mesh, rows)
     positions, entries = [], []
     if request.argnums is not None:
         chosen = select(request, args, nodes, slots, asked, names)
         positions, entries = chosen.positions, chosen.entries
     twin = _twin_of(nodes)
     if unsharded is not None:
-        twin = (*copied((unsharded,)), *twin[1:])
+        twin = (_checked(unsharded, twin[0], mesh), *twin[1:])
     graphdef, state = nnx.split(twin)
     static, arrays = _functional.take_arrays(state)
-    if [s.path for s in slots_of(state, mesh)] != [s.path for s in slots]:
-        raise ValueError(
-            f"{WHO}: unsharded has other Variables than the sharded model. Pass the "
-            "same model before fully_shard was applied to it, or leave it out."
-        )
+    assert len(arrays) == len(slots)
     owner = owners(nodes)
     sums = frozenset(
         i
@@ -259,6 +249,33 @@ def subject_of(
     )
 
 
+def _checked(unsharded: Any, copy: Any, mesh: MeshInfo) -> Any:
+    """A model to compare with: one that has the Variables of the copy."""
+    if not isinstance(unsharded, nnx.Module) or sharded_modules(unsharded):
+        raise TypeError(
+            f"{WHO}: unsharded must be an NNX module that fully_shard was not applied "
+            f"to, or a function that makes one, got {type(unsharded).__name__}."
+        )
+    own, expected = (
+        [(s.path, s.shape) for s in slots_of(nnx.state(x), mesh)]
+        for x in (unsharded, copy)
+    )
+    for (path, shape), (other, needed) in zip(own, expected):
+        if (path, shape) != (other, needed):
+            raise ValueError(
+                f"{WHO}: unsharded has {dotted(path)!r} of shape {shape} where the "
+                f"sharded model has {dotted(other)!r} of {needed}. Pass the same "
+                "model before fully_shard was applied to it, or leave it out."
+            )
+    if len(own) != len(expected):
+        raise ValueError(
+            f"{WHO}: unsharded has {len(own)} arrays, the sharded model has "
+            f"{len(expected)}. Pass the same model, or leave it out."
+        )
+    (own_copy,) = copied((unsharded,))
+    return own_copy
+
+
 def _labels(args: Any, kwargs: Any, names: Sequence[str]) -> tuple[list[str], list]:
     """Names of the arrays and of the nodes of the arguments, as in error texts."""
     labels, nodes = [], []
@@ -278,6 +295,20 @@ def _labels(args: Any, kwargs: Any, names: Sequence[str]) -> tuple[list[str], li
     return labels, nodes
 
 
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    """What `unshard` and `reshard` are, and return, on the twin."""
+
+    def __call__(self, async_op: bool = False) -> _Nothing:
+        return self
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+_NOTHING = _Nothing()
+
+
 def copied(nodes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Nodes with Variables of their own, which hold the same arrays."""
     graphdef, state = nnx.split(nodes)
@@ -291,6 +322,9 @@ def _twin_of(nodes: tuple[Any, ...]) -> tuple[Any, ...]:
         for _, node in list(_functional.walk(root)):
             if is_sharded(node):
                 revert(node)
+                for name in ("unshard", "reshard"):  # which f may call
+                    if not hasattr(node, name):
+                        setattr(node, name, _NOTHING)
             elif isinstance(node, ManagedVariable):
                 own = (METADATA, WRITTEN, "eager_sharding")
                 metadata = {k: v for k, v in node._var_metadata.items() if k not in own}
@@ -318,8 +352,7 @@ def as_varied(nodes: Sequence[Any], how: Variation, mesh: MeshInfo) -> None:
 
 
 def _axes(own: Any, mesh: MeshInfo) -> Any:
-    axes = mesh.data_axes
-    return own or (axes if len(axes) > 1 else axes[0])
+    return own or mesh.data_spec()[0]
 
 
 def _linen_varied(how: Variation, mesh: MeshInfo) -> Callable:
