@@ -156,17 +156,19 @@ def _report(lab: Lab, tolerance: Tolerance) -> CheckReport:
     except Exception as error:
         error.add_note(f"{WHO}: f failed on the unsharded model, on the whole batch.")
         raise
-    treated = list(_check_listing.arguments(subject))
+    treated = [*_check_listing.arguments(subject), *_check_listing.outside(subject)]
     count = subject.mesh.num_devices
     try:
         sharded = run_sharded(subject)
     except Exception as error:
         row = judge.of_error(error)
         return CheckReport((row,), {}, tuple(treated), (), count)
-    rows, notes = judge.judge(sharded, whole), told_of_knobs(subject)
-    treated += _check_listing.results(subject, lab.replay(judge.first))
-    if not any(row.what in ("loss", "gradient") for row in rows):
-        notes += judge.probe(whole)
+    replay = judge.run_replay()
+    rows, notes = judge.judge(sharded, whole), told_of_knobs(subject) + judge.notes
+    if replay is not None:
+        treated += _check_listing.results(subject, replay)
+        if not any(row.what in ("loss", "gradient") for row in rows):
+            notes += judge.probe(whole)
     different = {(row.what, row.path) for row in rows}
     equal: dict[str, int] = {}
     for key in whole:

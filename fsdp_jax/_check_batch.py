@@ -9,8 +9,9 @@ anything that depends on how the library runs a function.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -54,31 +55,39 @@ def find_batch(
         None if the experiment finds all right, or finds nothing.
     """
     specs, mesh = subject.specs or [], subject.mesh
-    data = mesh.data_spec()
     cut = [i for i, s in enumerate(specs) if cut_dim(s) is not None]
     if not cut or mesh.num_devices == 1 or subject.request.argnums is None:
         return []
-    before = run(subject.arrays)
+    before, count = run(subject.arrays), mesh.num_devices
     told = [k for k in before if k[0] == "loss" or _of_parameter(subject, k)]
+
+    def unnoticed(arrays: list[Held]) -> bool:
+        after = run(arrays)
+        return all(tolerance.equal(after[k], before[k]) for k in told)
+
+    @functools.cache
+    def matters(i: int, dim: int) -> bool:
+        arrays = list(subject.arrays)
+        arrays[i] = _repeated(arrays[i], dim, count)
+        return not unnoticed(arrays)
+
     options = []
     for i in cut:
         own, shape = cut_dim(specs[i]), subject.arrays[i].shape
-        others = [d for d, n in enumerate(shape) if n and n % mesh.num_devices == 0]
+        others = [d for d, n in enumerate(shape) if n and n % count == 0]
         options.append([own, None, *[d for d in others if d != own]])
     choices = sorted(
         itertools.product(*[enumerate(o) for o in options]),
         key=lambda choice: (sum(i > 0 for i, _ in choice), choice[0][0] == 1),
     )
     for choice in choices[:_MAX_TRIED]:
-        dims = [dim for _, dim in choice]
-        if all(dim is None for dim in dims):
-            continue
-        arrays = list(subject.arrays)
-        for i, dim in zip(cut, dims):
+        arrays, moved = list(subject.arrays), []
+        for i, (_, dim) in zip(cut, choice):
             if dim is not None:
-                arrays[i] = _reordered(arrays[i], dim, mesh.num_devices)
-        after = run(arrays)
-        if all(tolerance.equal(after[k], before[k]) for k in told):
+                arrays[i] = _reordered(arrays[i], dim, count)
+                moved.append((i, dim))
+        # What nothing depends on, or is the same in all pieces, proves nothing.
+        if unnoticed(arrays) and any(matters(i, dim) for i, dim in moved):
             break
     else:
         return []
@@ -86,7 +95,6 @@ def find_batch(
     for i, (place, dim) in zip(cut, choice):
         if place:
             final[i] = PartitionSpec() if dim is None else mesh.data_spec(dim)
-    assert data is not None
     now = list(specs)
     for i, (place, dim) in zip(cut, choice):
         if place:
@@ -95,11 +103,27 @@ def find_batch(
     return found
 
 
+def replicated(subject: Subject) -> Iterator[Placing]:
+    """Each argument that is cut, whole on every device instead."""
+    specs = subject.specs or []
+    for i, spec in enumerate(specs):
+        if cut_dim(spec) is not None:
+            changed = (*specs[:i], PartitionSpec(), *specs[i + 1 :])
+            yield Placing(i, None, changed, changed)
+
+
 def _of_parameter(subject: Subject, key: tuple[str, str]) -> bool:
     what, path = key
     entries = zip(subject.entries, subject.positions)
     of_state = {e.name for e, at in entries if at < len(subject.state)}
     return what == "gradient" and path in of_state
+
+
+def _repeated(held: Held, dim: int, count: int) -> Held:
+    """With its first piece in all places."""
+    first = np.split(held.data, count, axis=dim)[0]
+    data = np.concatenate([first] * count, axis=dim)
+    return dataclasses.replace(held, data=data)
 
 
 def _reordered(held: Held, dim: int, count: int) -> Held:

@@ -68,13 +68,16 @@ def key_argument(label: str) -> Finding:
     )
 
 
-def cut_argument(subject: Subject, placing: Placing, outcome: str) -> Finding:
+def cut_argument(
+    subject: Subject, placing: Placing, outcome: str, by_rows: bool = True
+) -> Finding:
     """An argument that is cut and is no batch, or has its rows elsewhere.
 
     Args:
         subject: what is checked.
         placing: how it should be cut.
         outcome: what becomes of the difference then; a sentence without its end.
+        by_rows: whether that was found by changing the places of rows.
     """
     mesh, label = subject.mesh, subject.labels[placing.at]
     shape = subject.arrays[placing.at].shape
@@ -82,8 +85,11 @@ def cut_argument(subject: Subject, placing: Placing, outcome: str) -> Finding:
     own = how_cut(subject.specs[placing.at], mesh)
     if placing.dim is None:
         rule = "cut argument"
-        why = "like a batch, and is none: loss and gradients of the unsharded model"
-        why += " stay as they are when the other arguments' rows change places alone."
+        why = "like a batch, and is none"
+        if by_rows:
+            why += ": loss and gradients of the unsharded model stay as they are when "
+            why += "the other arguments' rows change places alone"
+        why += "."
     else:
         rule = "wrong dim"
         why = f"and has its rows on dim {placing.dim}: pieces along that dim may change"

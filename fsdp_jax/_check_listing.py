@@ -5,10 +5,12 @@ What must not live here: what differs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from flax import nnx
 
+from fsdp_jax import _functional
 from fsdp_jax._check_findings import how_cut
 from fsdp_jax._check_join import alike, is_floating
 from fsdp_jax._check_run import Replay
@@ -21,6 +23,18 @@ def arguments(subject: Subject) -> Iterator[str]:
         if subject.specs is not None:
             cut = how_cut(subject.specs[i], subject.mesh)
             yield f"{label} {held.shape}: {cut}"
+
+
+def outside(subject: Subject) -> Iterator[str]:
+    """One line per array that the function itself takes from around it."""
+    f = inspect.unwrap(subject.request.f)
+    if not inspect.isfunction(f):
+        return
+    found = inspect.getclosurevars(f)
+    for name, value in {**found.globals, **found.nonlocals}.items():
+        if _functional.is_array(value) and value.ndim:
+            shape = tuple(value.shape)
+            yield f"{name!r} {shape}, from outside of f: whole on every device"
 
 
 def results(subject: Subject, replay: Replay) -> Iterator[str]:

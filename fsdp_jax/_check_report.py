@@ -128,7 +128,8 @@ class CheckReport:
     def table(self) -> str:
         """The report as text, at most 80 columns wide."""
         lines = [
-            f"check: {self.num_devices} devices against one, unsharded",
+            f"check: {self.num_devices} device{'s' * (self.num_devices != 1)} against "
+            "one, unsharded",
             "",
             *self._rows(),
         ]

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax import _check_findings as findings
-from fsdp_jax._check_batch import Placing, find_batch
+from fsdp_jax._check_batch import Placing, find_batch, replicated
 from fsdp_jax._check_fit import fit
 from fsdp_jax._check_host import Held, Tolerance
 from fsdp_jax._check_join import join
@@ -52,7 +52,19 @@ class Judge:
         self.tolerance = tolerance
         self.found: dict[Key, list[Finding]] = {}
         self.notes: list[str] = []
-        self.how = self.first = Variation()
+        self.how = Variation()
+        self.replayed: Replay | None = None
+
+    def run_replay(self) -> Replay | None:
+        """The function on each device's rows; None, with a note, where it fails."""
+        try:
+            self.replayed = self.lab.replay(self.how)
+        except Exception as error:
+            self.notes.append(
+                "the unsharded model does not run on each device's rows, so that no "
+                f"difference is explained: {type(error).__name__}: {error}"
+            )
+        return self.replayed
 
     def whole(self, how: Variation, arrays: list[Held] | None = None) -> Run:
         """The unsharded numbers."""
@@ -76,7 +88,7 @@ class Judge:
         keys = list(dict.fromkeys([*whole, *sharded]))
         differing = self.differ(sharded, whole, keys)
         self.found = {k: [] for k in differing}
-        if differing:
+        if differing and self.replayed is not None:
             self._explain(sharded, differing)
         differing.sort(key=lambda key: _ORDER.index(key[0]))
         return [self._row(k, sharded, whole) for k in differing]
@@ -93,12 +105,18 @@ class Judge:
         """The row of a sharded run that fails, with the arguments that may be why."""
         text, why = f"{type(error).__name__}: {error}", []
         self.how = dataclasses.replace(self.how, dropout=False)
-        placings = self.placings()
-        if placings and not self._runs(self.how):
-            how = dataclasses.replace(self.how, specs=placings[-1].specs)
-            if self._runs(how):
-                told = "the function runs"
-                why = [findings.cut_argument(self.subject, p, told) for p in placings]
+        if not self._runs(self.how):
+            placings, told = self.placings(), "the function runs"
+            by_rows = bool(placings)
+            alternatives = (
+                [placings] if by_rows else [[p] for p in replicated(self.subject)]
+            )
+            for found in alternatives:
+                if self._runs(self._placed(found[-1])):
+                    why += [
+                        findings.cut_argument(self.subject, p, told, by_rows)
+                        for p in found
+                    ]
         name = type(error).__name__
         return CheckRow("error", name, np.inf, np.inf, tuple(why), text)
 
@@ -151,7 +169,10 @@ class Judge:
         Returns:
             Where differences are left, and the runs afterwards.
         """
-        new = new or self.pair(how, now.rules)
+        try:
+            new = new or self.pair(how, now.rules)
+        except Exception:  # this model does not run so: nothing is learned
+            return left, now
         changed = [key for key in left if self._changed(key, now, new)]
         open_now = self.differ(new.rules, new.whole, left)
         still = [key for key in changed if key in open_now]
@@ -238,14 +259,16 @@ class Judge:
     def _cut(self, left: list[Key], now: Pair) -> tuple[list[Key], Pair]:
         """Arguments that are cut and are no batch, or not along the dim that is cut."""
         for placing in self.placings():
-            how = dataclasses.replace(self.how, specs=placing.specs)
 
             def make(outcome: str, placing: Placing = placing) -> Finding:
                 told = f"the difference is {outcome}"
                 return findings.cut_argument(self.subject, placing, told)
 
-            left, now = self._step(how, make, left, now)
+            left, now = self._step(self._placed(placing), make, left, now)
         return left, now
+
+    def _placed(self, placing: Placing) -> Variation:
+        return dataclasses.replace(self.how, specs=placing.specs)
 
     def placings(self) -> list[Placing]:
         """Arguments that an experiment on the twin finds to be cut wrongly."""

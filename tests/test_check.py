@@ -124,9 +124,10 @@ def test_weighted_losses_of_micro_batches_without_gradient_sync_are_equal():
 
 
 def test_functions_without_a_loss_run_as_in_shard_map():
-    report = check(plain(), lambda model, x: model(x), X, reduction=None)
+    report = check(plain(), lambda model, x: model(x) + Y[0], X, reduction=None)
     assert report.ok and report.equal["output"] == 1
     assert "output: (2, 4) per device: concatenated on dim 0" in report.treated
+    assert "'Y' (8, 4), from outside of f: whole on every device" in report.treated
 
 
 # --- traps ------------------------------------------------------------------------
@@ -160,6 +161,15 @@ def test_two_rules_at_once_are_told_apart():
     assert "the difference is another one then" in report.rows[0].advice
 
 
+def test_what_proves_nothing_accuses_no_argument():
+    def by_place(model, x, y, ones):
+        each = jnp.sum((model(x) - y) ** 2, -1) * ones
+        return jnp.mean(each * jnp.arange(len(x)))
+
+    report = check(plain(), by_place, X, Y, jnp.ones(ROWS))
+    assert rules(report) == of_loss("mixed rows")
+
+
 def test_an_error_of_the_sharded_run_is_a_row_with_its_cause():
     def strict(model, x, y, weights):
         return jnp.mean((model(x) - y) ** 2 * weights[:4])
@@ -168,6 +178,14 @@ def test_an_error_of_the_sharded_run_is_a_row_with_its_cause():
     report = check(plain(), strict, X, Y, weights)
     assert not report.ok and rules(report) == {"error": {"cut argument"}}
     assert "PartitionSpec()): the function runs then" in report.rows[0].advice
+
+    def noisy(model, x, y, key):
+        return loss(model, x + jax.random.normal(key, x.shape), y)
+
+    key = jax.random.PRNGKey(0)
+    model = fully_shard(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
+    report = check(model, noisy, X, Y, key)
+    assert "argument 'key' (2,) was cut" in report.rows[0].findings[0].reason
     report = check(plain(), loss, X[:6], Y[:6])
     assert not report.ok and rules(report) == {"error": {None}}
     assert "argument 'x' has size 6 on dim 0" in report.rows[0].found
@@ -314,6 +332,16 @@ def test_a_fault_of_the_library_is_not_explained(monkeypatch):
     assert "! NOT EXPLAINED" in str(report)
     figures = json.loads(report.to_json())
     assert figures["ok"] is False and len(figures["rows"]) == len(report.rows) == 3
+
+
+def test_a_replay_that_fails_explains_nothing(monkeypatch):
+    def fails(*args):
+        raise NotImplementedError("here")
+
+    monkeypatch.setattr("fsdp_jax._check_run.Lab.replay", fails)
+    report = check(plain(), weighed, X, Y, jnp.arange(1.0, 5.0))
+    assert not report.ok and rules(report) == {"loss": {None}, "gradient": {None}}
+    assert "NotImplementedError: here" in report.notes[0]
 
 
 def test_another_model_to_compare_with():
