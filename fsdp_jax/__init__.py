@@ -21,6 +21,7 @@ from fsdp_jax._module import UnshardHandle as UnshardHandle
 from fsdp_jax._module import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
+from fsdp_jax._nested import unsharded as unsharded
 from fsdp_jax._norm import global_norm as global_norm
 from fsdp_jax._optimizer import Optimizer as Optimizer
 from fsdp_jax._ordering import Ordering as Ordering

@@ -93,7 +93,8 @@ def check(
             "fully_shard returned first, or a function without arguments that makes "
             f"one; got {type(model).__name__}."
         )
-    _transforms._check_callable(WHO, f)
+    if not callable(f):
+        raise TypeError(f"{WHO}: f must be callable, got {type(f).__name__}.")
     linen: ShardedModule | None = model if isinstance(model, ShardedModule) else None
     if linen and (unsharded is not None or wrt is not nnx.Param or argnums != 0):
         raise TypeError(
@@ -107,7 +108,7 @@ def check(
     tolerance = Tolerance(rtol, atol)
 
     def run(f: Callable, *args: Any, **kwargs: Any) -> CheckReport:
-        request = _transforms._request(
+        request = _transforms.request_of(
             WHO,
             f,
             argnums,

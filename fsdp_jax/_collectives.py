@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from fsdp_jax import _layout
 from fsdp_jax._comm import GroupComm, cast_floating, padded, unpadded
 from fsdp_jax._mesh import MeshInfo, Others
+from fsdp_jax._raw_reads import SCOPE
 
 Array = jax.Array
 
@@ -42,6 +43,7 @@ def _rows_back(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
     return joined.reshape(full)
 
 
+@jax.named_scope(SCOPE)
 def gather_group(
     shards: Sequence[Array], comm: GroupComm, kind: str = "gather"
 ) -> list[Array]:
@@ -87,6 +89,7 @@ def gather_group(
     return full
 
 
+@jax.named_scope(SCOPE)
 def on_devices(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     """The shards in device memory.
 
@@ -124,6 +127,7 @@ def _on_pieces(f: Callable, comm: GroupComm) -> Callable:
     return on_pieces
 
 
+@jax.named_scope(SCOPE)
 def scatter_group(
     grads: Sequence[Array | None], dtypes: Sequence, comm: GroupComm
 ) -> list[Array | None]:
@@ -158,25 +162,38 @@ def scatter_group(
         if grad is not None and comm.dims[i] is None:
             out[i] = grad.astype(dtypes[i])
     cut = [i for i, g in enumerate(grads) if g is not None and comm.dims[i] is not None]
-    wire: list[Any] = [cast_floating(_there(grads, i), comm.reduce_dtype) for i in cut]
-    if comm.defer != "all":
-        scatter = _on_pieces(
-            lambda wire: _scatter(wire, comm.only(cut)), comm.only(cut)
-        )
-        wire = scatter(wire)
-    for i, g in zip(cut, wire, strict=True):
-        out[i] = g.astype(dtypes[i])
+    there: list[Any] = [grads[i] for i in cut]
+    wire = [cast_floating(g, comm.reduce_dtype) for g in there]
+    if comm.defer == "all":
+        for i, g in zip(cut, wire, strict=True):
+            out[i] = g.astype(dtypes[i])
+        return out
+    here, mesh = comm.defer == "all_reduce", comm.mesh
+    divisor = comm.divisors[0] if here else comm.divisor
+    count = mesh.num_shards if here else mesh.num_devices
+    factors = [_layout.divide_factors(g.dtype, divisor, count) for g in wire]
+    travelling = comm.only(cut)
+    scatter = _on_pieces(lambda wire: _scatter(wire, factors, travelling), travelling)
+    for i, g, (_, last) in zip(cut, scatter(wire), factors, strict=True):
+        g = g.astype(dtypes[i])
+        out[i] = g / last if last < 1 else g
     return out
 
 
-def _scatter(wire: list[Array], comm: GroupComm) -> list[Array]:
-    """Reduce full gradients to shards, and over replicas unless that is deferred."""
+def _scatter(
+    wire: list[Array], factors: Sequence[tuple[float, float]], comm: GroupComm
+) -> list[Array]:
+    """Reduce full gradients to shards, and over replicas unless that is deferred.
+
+    Args:
+        wire: one full gradient per member.
+        factors: what each is divided by, before and after; after not if less than one.
+        comm: how the members travel.
+    """
     wire = [padded(g, comm, i) for i, g in enumerate(wire)]
     n, replicas = comm.mesh.num_shards, comm.mesh.replicate_axes
     here = comm.defer == "all_reduce"
-    divisor = comm.divisors[0] if here else comm.divisor
-    factors = [_layout.divide_factors(g.dtype, divisor) for g in wire]
-    sums: list[Any] = [g / f[0] if f[0] != 1 else g for g, f in zip(wire, factors)]
+    sums: list[Any] = [_divided(g, f[0]) for g, f in zip(wire, factors, strict=True)]
     for bucket in _layout.make_buckets(
         [g.shape for g in wire], [g.dtype for g in wire], comm.threshold_bytes
     ):
@@ -184,20 +201,21 @@ def _scatter(wire: list[Array], comm: GroupComm) -> list[Array]:
             rows = [_rows_first(sums[m], _dim(comm, m), n) for m in bucket.members]
             total = _reduce_scatter(jnp.concatenate(rows, axis=1), comm, 0)
             if not here:
-                total = _all_reduce(total, replicas, comm)
+                total = sum_over_devices(total, comm.mesh, comm.name, replicas)
             pieces = _split(total, [r.shape[1] for r in rows])
         else:
             pieces = [
                 _reduce_scatter(sums[m], comm, _dim(comm, m)) for m in bucket.members
             ]
             if not here:
-                pieces = [_all_reduce(p, replicas, comm) for p in pieces]
+                pieces = sum_over_devices(pieces, comm.mesh, comm.name, replicas)
         for m, piece in zip(bucket.members, pieces):
             shape = _layout.shard_shape(wire[m].shape, comm.dims[m], n)
-            sums[m] = _divided(piece, factors[m][1]).reshape(shape)
+            sums[m] = _divided(piece, max(factors[m][1], 1)).reshape(shape)
     return sums
 
 
+@jax.named_scope(SCOPE)
 def all_reduce_group(
     grads: Sequence[Array], dtypes: Sequence, comm: GroupComm, axes: tuple[str, ...]
 ) -> list[Array]:
@@ -212,9 +230,9 @@ def all_reduce_group(
     """
     whole = axes == comm.mesh.data_axes
     divisor = comm.divisor if whole else comm.divisors[1]
+    count = comm.mesh.size(axes)
 
     def reduce(wire: list[Array]) -> list[Array]:
-        factors = [_layout.divide_factors(g.dtype, divisor) for g in wire]
         sums = [_divided(g, f[0]) for g, f in zip(wire, factors)]
         for bucket in _layout.make_buckets(
             [g.shape for g in wire], [g.dtype for g in wire], comm.threshold_bytes
@@ -222,22 +240,20 @@ def all_reduce_group(
             members = bucket.members
             if bucket.packed:
                 flat = jnp.concatenate([sums[m].reshape(-1) for m in members])
-                total = _all_reduce(flat[None], axes, comm)
+                total = sum_over_devices(flat[None], comm.mesh, comm.name, axes)
                 pieces = _split(total, [sums[m].size for m in members])
             else:
-                pieces = [_all_reduce(sums[m], axes, comm) for m in members]
+                alone = [sums[m] for m in members]
+                pieces = sum_over_devices(alone, comm.mesh, comm.name, axes)
             for m, piece in zip(members, pieces):
-                sums[m] = _divided(piece.reshape(sums[m].shape), factors[m][1])
+                last = max(factors[m][1], 1)
+                sums[m] = _divided(piece.reshape(sums[m].shape), last)
         return sums
 
     wire = [cast_floating(g, comm.reduce_dtype) for g in grads]
-    return [g.astype(d) for g, d in zip(_on_pieces(reduce, comm)(wire), dtypes)]
-
-
-def _there(grads: Sequence[Array | None], member: int) -> Array:
-    grad = grads[member]
-    assert grad is not None
-    return grad
+    factors = [_layout.divide_factors(g.dtype, divisor, count) for g in wire]
+    done = [g.astype(d) for g, d in zip(_on_pieces(reduce, comm)(wire), dtypes)]
+    return [g / f[1] if f[1] < 1 else g for g, f in zip(done, factors)]
 
 
 def _divided(x: Array, by: float) -> Array:
@@ -292,15 +308,9 @@ def _reduce_scatter(x: Array, comm: GroupComm, dim: int) -> Array:
     return x
 
 
-def _all_reduce(x: Array, axes: Sequence[str], comm: GroupComm) -> Array:
-    return sum_over_devices(x, comm.mesh, comm.name, axes)
-
-
+@jax.named_scope(SCOPE)
 def own_shard(full: Array, comm: GroupComm) -> Array:
     """This device's piece of a gathered array that every device holds alike.
-
-    The gradient of the piece is complete already, while that of the gathered array is
-    summed over devices and divided: it is scaled up to survive that.
 
     Args:
         full: the one member of a group.
@@ -309,39 +319,20 @@ def own_shard(full: Array, comm: GroupComm) -> Array:
     (dim,), mesh = comm.dims, comm.mesh
     if dim is None:
         return full
-    survives = comm.divisor / mesh.num_replicas
 
-    def start(size):
-        return jax.lax.axis_index(mesh.shard_axes) * (size // mesh.num_shards)
+    def cut(arrays):
+        whole = padded(arrays[0], comm, 0)
+        axis = dim % whole.ndim
+        size = whole.shape[axis] // mesh.num_shards
+        start = device_index(mesh, mesh.shard_axes) * size
+        return [jax.lax.dynamic_slice_in_dim(whole, start, size, axis=axis)]
 
-    def plain(arrays):
-        full = padded(arrays[0], comm, 0)
-        size, axis = full.shape[dim], dim % full.ndim
-        piece = jax.lax.dynamic_slice_in_dim(
-            full, start(size), size // mesh.num_shards, axis=axis
-        )
-        return [piece]
-
-    def spread(arrays):
-        (ct,) = arrays
-        shape = _full_shape(ct, dim, mesh.num_shards)
-        zeros, axis = jnp.zeros(shape, ct.dtype), dim % ct.ndim
-        at = start(shape[dim])
-        whole = jax.lax.dynamic_update_slice_in_dim(zeros, ct, at, axis=axis)
-        return [unpadded(whole, comm, 0)]
-
-    def backward(_, ct):
-        (spread_out,) = _on_pieces(spread, comm)([ct * survives])
-        return (spread_out,)
-
-    cut = jax.custom_vjp(lambda full: _on_pieces(plain, comm)([full])[0])
-    cut.defvjp(lambda full: (cut(full), None), backward)
-    return cut(full)
+    return _on_pieces(cut, comm)([full])[0]
 
 
-def device_index(mesh: MeshInfo) -> Array:
-    """Position of this device among the data devices, row-major, shape ()."""
-    return jax.lax.axis_index(mesh.data_axes)
+def device_index(mesh: MeshInfo, axes: Sequence[str] | None = None) -> Array:
+    """Position of this device along axes, all data axes by default, shape ()."""
+    return jax.lax.axis_index(tuple(mesh.data_axes if axes is None else axes))
 
 
 def sum_over_devices(x, mesh: MeshInfo, name: str, axes: Sequence[str] | None = None):
@@ -356,6 +347,15 @@ def sum_over_devices(x, mesh: MeshInfo, name: str, axes: Sequence[str] | None = 
     axes = tuple(mesh.data_axes if axes is None else axes)
     with _scope("all_reduce", name):
         return jax.lax.psum(x, axes) if mesh.size(axes) > 1 else x
+
+
+def divided_sum(
+    x: Array, mesh: MeshInfo, name: str, axes: Sequence[str], divisor: float
+) -> Array:
+    """Sum over some axes, and divide; float16 does not overflow on the way."""
+    first, last = _layout.divide_factors(x.dtype, divisor, mesh.size(axes))
+    total = sum_over_devices(_divided(x, first), mesh, name, axes)
+    return _divided(total, last)
 
 
 def mean_over_devices(x, mesh: MeshInfo, name: str):

@@ -48,6 +48,7 @@ class GroupComm:
         name: path of the module, on the collectives in profiles.
         defer: which reductions are left to a later call.
         offloaded: whether its members rest in host memory.
+        user_program: whether it travels in a `jax.shard_map` of the user's own.
     """
 
     mesh: MeshInfo
@@ -61,11 +62,25 @@ class GroupComm:
     name: str
     defer: Defer = ""
     offloaded: bool = False
+    user_program: bool = False
 
     @property
     def divisor(self) -> float:
         """What the sum over all data devices is divided by."""
         return self.divisors[0] * self.divisors[1]
+
+    @property
+    def exit_divisor(self) -> float:
+        """What the cotangent of a shard is divided by to be the gradient.
+
+        It is the mean over the replicas already, see `_cotangents`.
+        """
+        return self.divisor / self.mesh.num_replicas
+
+    def undivided(self) -> GroupComm:
+        """How cotangents travel: summed over shards, the mean over replicas."""
+        divisors = (1.0, float(self.mesh.num_replicas))
+        return dataclasses.replace(self, divisors=divisors)
 
     def sum_dtype(self, dtype: Any) -> Any:
         """Dtype in which the gradients of a member of this dtype are summed."""

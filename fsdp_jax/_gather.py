@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from fsdp_jax._collectives import gather_group, on_devices, scatter_group
+from fsdp_jax._collectives import gather_group, on_devices
 from fsdp_jax._comm import GroupComm, Static, cast_floating
+from fsdp_jax._cotangents import to_shards
 from fsdp_jax._dependence import Asking
 from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
@@ -91,11 +92,11 @@ def gather_kept(
             c if i in needed.value and not isinstance(c, SymbolicZero) else None
             for i, c in enumerate(cotangents)
         ]
-        reduced = scatter_group(grads, dtypes, comm)
+        reduced = to_shards(grads, dtypes, comm)
         if log is not None:
             log.reduce(reduced)
-        to_shards, to_sinks = sort_grads(reduced, sinks, away)
-        return to_shards, to_sinks, [None] * len(full), [None] * len(waits)
+        of_shards, of_sinks = sort_grads(reduced, sinks, away)
+        return of_shards, of_sinks, [None] * len(full), [None] * len(waits)
 
     gather = jax.custom_vjp(plain)
     gather.defvjp(forward, backward, symbolic_zeros=True)

@@ -17,19 +17,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from fsdp_jax._dependence import evaluate, with_outputs
 from fsdp_jax._move import is_away
+from fsdp_jax._raw_reads import ELEMENTWISE
 
 Array = jax.Array
 
 # One name for both: jax 0.12 gave compute_on the signature of compute_on2.
 _compute_on: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
-
-# What needs nothing of other devices, see `_is_elementwise`.
-_ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type copy "
-    "cos div eq erf exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p "
-    "logistic lt max min mul ne neg not or pow real rem round rsqrt select_n sign sin "
-    "sqrt square stop_gradient sub tanh xor".split()
-)
 
 
 def on_host(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -119,7 +112,7 @@ def _is_elementwise(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name == "broadcast_in_dim":  # of a scalar
         return not any(isinstance(v, Var) and _ndim(v) for v in eqn.invars)
-    return name in _ELEMENTWISE
+    return name in ELEMENTWISE
 
 
 def _ndim(var: Var) -> int:

@@ -322,8 +322,10 @@ def _refusal(request: Request, mesh: MeshInfo, change: Change) -> str:
     )
 
 
-def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
-    """How each array of the user's output becomes global."""
+def output_rules(
+    request, mesh, taken, output, arrays
+) -> tuple[list[Callable], list[bool]]:
+    """How each array of the user's output becomes global, and whether the user says."""
     specs: list[Any] = [None] * len(taken.slots)
     out_specs = request.out_specs.tree()
     if out_specs is not None:
@@ -362,4 +364,5 @@ def output_rules(request, mesh, taken, output, arrays) -> list[Callable]:
 
         return rule
 
-    return [make(*pair, x) for pair, x in zip(asked, arrays, strict=True)]
+    rules = [make(*pair, x) for pair, x in zip(asked, arrays, strict=True)]
+    return rules, [spec is not None for spec, _ in asked]

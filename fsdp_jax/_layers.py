@@ -13,16 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from fsdp_jax._collectives import gather_group, scatter_group
+from fsdp_jax._collectives import gather_group
 from fsdp_jax._comm import GroupComm, Static
+from fsdp_jax._cotangents import to_shards
 from fsdp_jax._gather import gather_kept, grad_dtypes, perturbed, sort_grads
 from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Log, is_inexact
+from fsdp_jax._raw_reads import SCOPE
 from fsdp_jax._schedule import Body, rebuild_vjp, trace_forward, zeros_of
 
 Array = jax.Array
 
 
+@jax.named_scope(SCOPE)
 def _layer(stacked: Sequence[Any], k: Array | int) -> list[Any]:
     return jax.tree.map(
         lambda a: jax.lax.dynamic_index_in_dim(a, k, keepdims=False), list(stacked)
@@ -145,7 +148,7 @@ def run_layers(
             carry_cts = [by_place[at + i] for i in carry_diff]
             sums = [s + by_place[i] for s, i in zip(sums, consts_at)]
             own_cts = [by_place[i] for i in own_at]
-            reduced = scatter_group(grads, dtypes, comm)
+            reduced = to_shards(grads, dtypes, comm)
             return (carry_cts, sums, coming), (reduced, own_cts)
 
         init = (

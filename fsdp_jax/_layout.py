@@ -123,17 +123,19 @@ def make_buckets(
     return tuple(shared + alone)
 
 
-def divide_factors(dtype: Any, divisor: float) -> tuple[float, float]:
-    """Split a divisor into what divides before and after the sum.
+def divide_factors(dtype: Any, divisor: float, count: int) -> tuple[float, float]:
+    """Split a divisor into what divides before and after the sum of `count` arrays.
 
-    float16 sums overflow at 65504, so part of the division goes first: a power of two
-    near the root of the divisor. Other dtypes divide once, after.
+    float16 sums overflow at 65504, so a power of two near the root of the divisor, or
+    of the count if that is larger, goes first. What comes after may be less than one:
+    to be multiplied with in a wider dtype. Other dtypes divide once, after.
 
     Source: PyTorch (`_get_gradient_divide_factors`), README "Mixed precision".
     """
-    if np.dtype(dtype) != np.float16 or divisor <= 1:
+    whole = max(divisor, count)
+    if np.dtype(dtype) != np.float16 or whole <= 1:
         return 1.0, float(divisor)
     before = 1.0
-    while divisor % before == 0 and divisor / before > before:
+    while whole % before == 0 and whole / before > before:
         before *= 2
     return before, divisor / before

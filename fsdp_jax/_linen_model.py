@@ -16,8 +16,8 @@ from flax import nnx
 from flax.core.scope import in_filter, subtract_filters
 from jax.core import Tracer
 
-from fsdp_jax import _collectives, _functional
-from fsdp_jax._linen_names import Path, canonical, named
+from fsdp_jax import _collectives, _cotangents, _functional
+from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_program import infos_of, program_state
 from fsdp_jax._linen_units import READS, Box, Info, call_unit, intercept, unwrap, wrap
 from fsdp_jax._mesh import MeshInfo
@@ -182,7 +182,8 @@ class ShardedModule:
             return x
         spec = info.spec
         if spec.mesh.per_device():
-            return (x, info) if not spec.cut or spec.is_shard(x) else x
+            piece = not spec.cut or spec.is_shard(x)
+            return (x, info) if piece else _cotangents.guarded(x, joined(name))
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             x = move(x, spec.sharding(x.ndim))
         return x, info

@@ -15,10 +15,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fsdp_jax import _functional
+from fsdp_jax import _collectives, _cotangents, _functional, _loss
+from fsdp_jax._join import Request
 from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_units import READS, Info, Level, read
 from fsdp_jax._managed import install, spec_of
+from fsdp_jax._nested import check_nested
 from fsdp_jax._state import FSDPState, is_sharded, state_of
 
 # Cut over the devices as the batch is; all other collections are whole on each.
@@ -325,3 +327,41 @@ class Adapter:
         leaves = [found[name] for name in self._params]
         params = jax.tree.unflatten(self._params_tree, leaves)
         return {"params": params} if self._whole else params
+
+
+def nested(
+    request: Request, model: Any, first: Any, args: Any, kwargs: Any, pending: Any
+) -> tuple[Any, Any]:
+    """Value and gradients of a function over all devices, called in another's.
+
+    Args:
+        request: what the user asked for, with the function.
+        model: whose variables the function takes.
+        first: the parameters, whole, or the variables with them.
+        args: the other arguments.
+        kwargs: likewise.
+        pending: as it was given.
+
+    Raises:
+        ValueError: options that have no meaning here.
+    """
+    check_nested(request, pending)
+    whole = isinstance(first, Mapping) and "params" in first
+
+    def run(params: Any) -> Any:
+        given = {**first, "params": params} if whole else params
+        with _cotangents.running_f():
+            output = request.f(given, *args, **kwargs)
+            loss, aux = _loss.split_loss(request, output)
+        return _loss.value_of(request, model.mesh, loss), aux
+
+    params = first["params"] if whole else first
+    with _cotangents.differentiating():
+        (value, aux), grads = jax.value_and_grad(run, has_aux=True)(params)
+    mesh = model.mesh
+    by = float(mesh.num_devices) if request.reduction == "mean" else 1.0
+    grads = jax.tree.map(
+        lambda g: _collectives.divided_sum(g, mesh, "inner", mesh.data_axes, by), grads
+    )
+    value = (value, aux) if request.has_aux else value
+    return value, {"params": grads} if whole else grads

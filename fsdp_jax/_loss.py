@@ -90,7 +90,33 @@ def start(
         return totals, jnp.ones((), totals.dtype)
     count = mesh.num_devices * num_slices
     value = totals / count if count > 1 else totals
-    return value, jnp.full((), 1 / num_slices, totals.dtype)
+    return value, jnp.ones((), totals.dtype)
+
+
+def value_of(request: Request, mesh: MeshInfo, loss: Any) -> Array:
+    """The global value of a loss that is differentiated where `f` runs.
+
+    Its cotangent goes on to this device's loss as `start` says.
+    """
+    dtype = jax.tree.leaves(loss)[0].dtype
+
+    def forward(loss: Any) -> tuple[Array, Any]:
+        value, counts = start(request, mesh, widened(loss))
+        kinds = jax.tree.map(lambda x: jnp.zeros((), x.dtype), loss)
+        return value.astype(dtype), (kinds, counts)
+
+    def backward(residuals: Any, ct: Array) -> tuple[Any]:
+        loss, counts = residuals
+        return (cotangent(loss, jax.tree.map(lambda c: c * ct, counts)),)
+
+    value = jax.custom_vjp(lambda loss: forward(loss)[0])
+    value.defvjp(forward, backward)
+    return value(loss)
+
+
+def slices_in(request: Request, num_slices: int) -> int:
+    """What the sum of the gradients of a device's slices is divided by."""
+    return num_slices if request.reduction == "mean" else 1
 
 
 def cotangent(loss: Any, counts: Any) -> Any:

@@ -21,6 +21,7 @@ from fsdp_jax._spec import ParamSpec
 METADATA = "fsdp"
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 WRITTEN = "fsdp_written"  # by the user, while full
+COPY = "fsdp_copy"  # of a module that is unsharded for good, in one device's program
 OUT_SHARDING = "out_sharding"  # what NNX calls the spec of a Variable
 
 # What a shard, or a padded array, answers as the parameter itself would.
@@ -181,7 +182,8 @@ class ManagedVariable(nnx.Variable):
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
         spec = self.get_metadata(METADATA, None)
-        if spec is not None and spec.mesh.per_device():
+        copy = spec is not None and spec.full and self.get_metadata(COPY, False)
+        if spec is not None and not copy and spec.mesh.per_device():
             raise RuntimeError(
                 f"parameter {spec.path!r} is written inside a per-device program, "
                 "where the module holds a gathered copy that is dropped again. Write "

@@ -132,12 +132,13 @@ def over_slices(
     others = [i for i in range(num_all, len(avals)) if i not in traced.carried.values()]
     summed = [i for i in range(traced.num_grads) if i not in slices.diff]
 
+    share = _loss.slices_in(call.request, slices.count)
     spaces = {at: memory_space(x) for at, x in before.items()}
 
     def step(carry, parts):
         state, sums, total = carry
         results = traced.run(parts, state, counts)
-        grads = results[num_loss:num_all]
+        grads = [g / share if share != 1 else g for g in results[num_loss:num_all]]
         state = {
             at: jax.device_put(results[place], spaces[at])
             for at, place in traced.carried.items()

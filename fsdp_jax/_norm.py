@@ -16,7 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from fsdp_jax import _collectives, _functional
 from fsdp_jax._managed import spec_of
+from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._pending import PendingGradients
+from fsdp_jax._raw_reads import SCOPE
 
 Array = jax.Array
 
@@ -37,7 +39,8 @@ def global_norm(tree: Any) -> Array:
 
     Raises:
         TypeError: gradients that are not reduced yet, or an array that is not floating.
-        RuntimeError: called inside a per-device program.
+        RuntimeError: called inside a per-device program on arrays that are in no
+            Variables, and so may be pieces or not.
 
     Source: README, "Clipping"; PyTorch `clip_grad_norm_` on sharded gradients.
     """
@@ -46,27 +49,28 @@ def global_norm(tree: Any) -> Array:
             "global_norm: the gradients are not reduced yet. Reduce them first, with "
             "value_and_grad(...)(..., pending=p) or model.synchronize_gradients(p)."
         )
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        raise RuntimeError(
-            "global_norm: called inside a per-device program (value_and_grad, "
-            "shard_map), where arrays may be pieces. Call it on what those return."
-        )
     tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    leaves = [
+        (jax.tree_util.keystr(keys), leaf, x)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=_functional.is_node
+        )
+        for x in jax.tree.leaves(leaf)
+    ]
+    for path, _, x in leaves:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise TypeError(
+                f"global_norm: {path} has dtype {jnp.result_type(x)}. Select the "
+                "floating values first, such as nnx.state(model, nnx.Param)."
+            )
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return _norm_of_pieces(leaves)
     arrays, shardings, own = [], [], []
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=_functional.is_node
-    ):
-        for x in jax.tree.leaves(leaf):
-            if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-                raise TypeError(
-                    f"global_norm: {jax.tree_util.keystr(keys)} has dtype "
-                    f"{jnp.result_type(x)}. Select the floating values first, such as "
-                    "nnx.state(model, nnx.Param)."
-                )
-            arrays.append(x)
-            shardings.append(_sharding(leaf, x))
-            spec = spec_of(leaf)
-            own.append((spec.dim, spec.size) if spec and spec.pads(x) else None)
+    for _, leaf, x in leaves:
+        arrays.append(x)
+        shardings.append(_sharding(leaf, x))
+        spec = spec_of(leaf)
+        own.append((spec.dim, spec.size) if spec and spec.pads(x) else None)
     if not arrays:
         return jnp.zeros(())
     meshes = {s.mesh for s in shardings if s is not None}
@@ -77,6 +81,36 @@ def global_norm(tree: Any) -> Array:
     if any(isinstance(x, Tracer) for x in arrays):
         return _norm(arrays, tuple(own), known, mesh)
     return _compiled(arrays, tuple(own), known, mesh)
+
+
+@jax.named_scope(SCOPE)
+def _norm_of_pieces(leaves: Sequence[tuple[str, Any, Any]]) -> Array:
+    """The norm of Variables in a per-device program: path, Variable and array each."""
+    sums: dict[MeshInfo | None, Any] = {}
+    for path, leaf, x in leaves:
+        if not isinstance(leaf, nnx.Variable):
+            raise RuntimeError(
+                f"global_norm: {path} is a plain array, of which nobody knows in a "
+                "per-device program (value_and_grad, shard_map) whether it is a piece "
+                "or whole. Give Variables, such as nnx.state(model, nnx.Param) or the "
+                "gradients as they come, or optax.global_norm of whole arrays."
+            )
+        spec = spec_of(leaf)
+        mesh = None
+        if spec is not None and spec.dim is not None and spec.is_shard(x):
+            mesh = spec.mesh
+            if spec.padding:
+                dim, rows = spec.dim % x.ndim, x.shape[spec.dim]
+                first = _collectives.device_index(mesh, mesh.shard_axes) * rows
+                at = first + jax.lax.broadcasted_iota(int, x.shape, dim)
+                x = jnp.where(at < spec.size, x, 0)
+        sums[mesh] = sums.get(mesh, jnp.zeros(())) + _square(x)
+    total = sums.pop(None, jnp.zeros(()))
+    for mesh, pieces in sums.items():
+        assert mesh is not None
+        axes = mesh.shard_axes
+        total += _collectives.sum_over_devices(pieces, mesh, "norm", axes)
+    return jnp.sqrt(total)
 
 
 def _sharding(leaf: Any, x: Any) -> NamedSharding | None:

@@ -69,7 +69,7 @@ def replicate(variable: nnx.Variable, mesh: MeshInfo) -> None:
     install(variable, jax.tree.map(place, variable.get_raw_value()))
 
 
-def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
+def with_value(variable: nnx.Variable, value: Any, full: bool = False) -> nnx.Variable:
     """A Variable like this one, metadata included, that holds another value.
 
     A concrete one is moved to the memory in which this one rests.
@@ -79,7 +79,7 @@ def with_value(variable: nnx.Variable, value: Any) -> nnx.Variable:
         value = move(value, spec.sharding(value.ndim))
     metadata = dict(variable.get_metadata())
     if spec is not None:
-        metadata[METADATA] = spec.marked(False)
+        metadata[METADATA] = spec.marked(full)
     return type(variable).from_metadata(value, metadata)
 
 

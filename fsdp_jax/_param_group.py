@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from fsdp_jax import _collectives, _forward_mode
+from fsdp_jax import _collectives, _cotangents, _forward_mode
 from fsdp_jax._comm import GroupComm, cast_floating
 from fsdp_jax._local import shard_in
 from fsdp_jax._managed import METADATA, WRITTEN, install
@@ -172,7 +172,7 @@ class ParamGroup:
         if spec.is_shard(value) or value is None:
             return value
         if spec.mesh.per_device():
-            return _collectives.own_shard(value, comm)
+            return _cotangents.leave_full(_collectives.own_shard(value, comm), comm)
         return spec.marked(False).settled(value)
 
 

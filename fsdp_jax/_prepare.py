@@ -106,12 +106,14 @@ def _diffs(
     }
     found = []
     for at, entry in zip(chosen.positions, chosen.entries, strict=True):
-        defer, dtype = "", None
-        if at < num_state:
-            reduction, i = groups[entry.name]
-            defer = reduction.comm.defer
-            dtype = reduction.comm.sum_dtype(reduction.dtypes[i])
-        found.append(Diff(at, entry, at < num_state, defer, dtype))
+        if at >= num_state:  # an argument, which no group reduces
+            found.append(Diff(at, entry, False, "", None, None, (1.0, 1.0, 1.0)))
+            continue
+        reduction, i = groups[entry.name]
+        comm, dtype = reduction.comm, reduction.dtypes[i]
+        divisors = (1.0, comm.divisors[0], comm.exit_divisor)
+        wide = comm.sum_dtype(dtype)
+        found.append(Diff(at, entry, True, comm.defer, wide, dtype, divisors))
     return tuple(found)
 
 

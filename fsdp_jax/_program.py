@@ -19,7 +19,15 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
+from fsdp_jax import (
+    _blocks,
+    _collectives,
+    _cotangents,
+    _forward_mode,
+    _loss,
+    _microbatch,
+    _ordering,
+)
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._divergence import run_agreed
@@ -37,7 +45,7 @@ from fsdp_jax._stages import (
     Stages,
     added,
 )
-from fsdp_jax._user import Call, Outcome, call_user
+from fsdp_jax._user import Call, Outcome, call_user, check_raw_reads
 
 Array = jax.Array
 
@@ -52,6 +60,8 @@ class Diff:
         of_state: whether it is a Variable's value, not an argument.
         defer: what backward leaves out of the reduction of its group.
         sum_dtype: dtype of its gradient before it is reduced.
+        dtype: of the array itself.
+        divisors: by stage, what its gradient is divided by where it leaves backward.
     """
 
     at: int
@@ -59,6 +69,8 @@ class Diff:
     of_state: bool
     defer: Defer
     sum_dtype: Any
+    dtype: Any
+    divisors: tuple[float, float, float]
 
     @property
     def cut(self) -> bool:
@@ -76,18 +88,26 @@ class Diff:
     def has_sink(self) -> bool:
         """Whether something else than the shard receives the gradient.
 
-        An offloaded shard does not: its gradient would have to be in host memory.
+        An offloaded shard does not: its gradient would have to be in host memory. Nor
+        does one of float16: before it is divided the sum over devices may overflow.
         """
         away = self.entry.param is not None and self.entry.param.memory_kind is not None
-        return self.cut and (self.stage != REDUCED or away)
+        return self.cut and (self.stage != REDUCED or away or self.dtype == jnp.float16)
+
+    def gradient(self, ct: Array) -> Array:
+        """The gradient of a Variable as it leaves backward, of what arrives there."""
+        dtype = self.dtype if self.stage == REDUCED else self.sum_dtype
+        return _cotangents.gradient(ct, self.divisors[self.stage], dtype)
 
     def sink(self, shard: Array, mesh: MeshInfo) -> Array:
         """What receives the gradient in place of this device's shard."""
         shape, param = list(shard.shape), self.entry.param
         if self.stage == UNREDUCED and param is not None and param.dim is not None:
             shape[param.dim] = param.size
-        reduced = self.stage == REDUCED
-        return jnp.zeros(shape, shard.dtype if reduced else self.sum_dtype)
+        dtype = shard.dtype if self.stage == REDUCED else self.sum_dtype
+        if self.stage != UNREDUCED and dtype == jnp.float16:
+            dtype = jnp.float32
+        return jnp.zeros(shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +244,7 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)
+    check_raw_reads(program.call, outcome, closed, program.params)
     differs, divergent = differ_between_devices(
         program.call.request, program.mesh, closed, program.in_specs
     )
@@ -290,7 +311,8 @@ def _local_program(
             dtype = value[0].dtype
             value, counts = _loss.start(call.request, mesh, _loss.widened(loss))
             value = value.astype(dtype)
-        (grads,) = vjp(_loss.cotangent(loss, counts))
+        with _cotangents.differentiating():
+            (grads,) = vjp(_loss.cotangent(loss, counts))
         return value, grads, rest
 
     diff_arrays = [
@@ -308,10 +330,7 @@ def _local_program(
     for (stage, name), x in zip(program.pending, pending, strict=True):
         stages[stage][name] = entries[name].of_device(x, stage)
     for d, g in zip(program.diff, grads, strict=True):
-        if not d.of_state:
-            g = _argument_gradient(program, d, g)
-        elif d.stage == UNREDUCED:
-            g = g.astype(d.sum_dtype)
+        g = d.gradient(g) if d.of_state else _argument_gradient(program, d, g)
         stages[d.stage] = added(stages[d.stage], {d.entry.name: g})
     for reduction in program.reductions:
         reduction.finish(stages)

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from fsdp_jax._collectives import gather_group, on_devices, scatter_group
+from fsdp_jax._collectives import gather_group, on_devices
 from fsdp_jax._comm import GroupComm, Static, small_members
+from fsdp_jax._cotangents import to_shards
 from fsdp_jax._dependence import Asking, depends_on, evaluate
 from fsdp_jax._gather import (
     gather_kept,
@@ -264,7 +265,7 @@ def run_regathered(
             grads[i] = ct
         for i, ct in zip(saved.diff_others, other_cts, strict=True):
             other_grads[i] = ct
-        grads = scatter_group(grads, dtypes, comm)
+        grads = to_shards(grads, dtypes, comm)
         if comm.defer != "all":  # else there is nothing to wait for
             grads, other_grads = schedule.end_backward(grads, other_grads)
         return *sort_grads(grads, sinks, away), other_grads, no_grads

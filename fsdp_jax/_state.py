@@ -13,7 +13,7 @@ from typing import Any
 
 from flax import nnx
 
-from fsdp_jax import _functional
+from fsdp_jax import _cotangents, _functional
 from fsdp_jax._comm import Defer, GroupComm
 from fsdp_jax._managed import ManagedVariable, spec_of
 from fsdp_jax._mesh import MeshInfo
@@ -204,7 +204,9 @@ def comm_for(
 def comm_of(module: Any, group: ParamGroup) -> GroupComm:
     """How the group of a module travels in the per-device program that is running."""
     state, specs = state_of(module), group.specs
-    defer = state.defer
+    defer, user_program = state.defer, state.defer is None
+    if user_program and state.mesh.per_device():
+        _cotangents.enter_user_program()
     if defer is None:
         blocked = next((spec for spec in specs if spec.blocks > 1), None)
         if blocked is not None and state.mesh.per_device():
@@ -217,7 +219,8 @@ def comm_of(module: Any, group: ParamGroup) -> GroupComm:
         defer = "refuse" if deferred(state) else ""
     elif defer != "refuse" and all(sink is None for sink in group.local("sink")):
         defer = ""
-    return comm_for(state, specs, state.averages, defer, state.path)
+    comm = comm_for(state, specs, state.averages, defer, state.path)
+    return dataclasses.replace(comm, user_program=user_program)
 
 
 def ordering_of(state: FSDPState) -> Ordering:

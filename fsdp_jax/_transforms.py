@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from fsdp_jax import _batch, _functional
 from fsdp_jax._join import REDUCTIONS, Request, check_no_rows, slots_of
 from fsdp_jax._move import place
+from fsdp_jax._nested import run_nested
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._prepare import plan_program
 from fsdp_jax._program import Note, execute
@@ -90,7 +91,7 @@ def value_and_grad(
 
     Source: specification, "After backward, ..."; README, "The contract".
     """
-    request = _request(
+    request = request_of(
         "value_and_grad",
         f,
         argnums,
@@ -123,7 +124,7 @@ def grad(
     Returns:
         A function returning `grads`, or `(grads, aux)` with `has_aux`.
     """
-    request = _request(
+    request = request_of(
         "grad", f, argnums, has_aux, wrt, reduction, num_microbatches, in_specs
     )
 
@@ -177,9 +178,21 @@ def _check_callable(who: str, f: Any) -> None:
         raise TypeError(f"{who}: f must be callable, got {type(f).__name__}.")
 
 
-def _request(
-    who, f, argnums, has_aux, wrt, reduction, num_microbatches, in_specs
+def request_of(
+    who: str,
+    f: Any,
+    argnums: Any = 0,
+    has_aux: Any = False,
+    wrt: Any = nnx.Param,
+    reduction: Any = "mean",
+    num_microbatches: Any = 1,
+    in_specs: Any = None,
 ) -> Request:
+    """What a user asked for, checked.
+
+    Raises:
+        As `value_and_grad`.
+    """
     _check_callable(who, f)
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -228,13 +241,10 @@ def _request(
 
 def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> Any:
     who = request.who
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return run_nested(request, args, kwargs, pending)
     taken, nodes, arrays = _functional.take((args, kwargs))
     mesh = _batch.mesh_of(nodes, who)
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        raise RuntimeError(
-            f"{who}: called inside a per-device program. Call it outside of shard_map; "
-            "inside, use nnx.value_and_grad: the modules reduce their own gradients."
-        )
     _functional.check_writable(nodes)
     _batch.check_context(mesh, who)
     for spec in request.out_specs.leaves:

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
-from fsdp_jax import _collectives, _functional
+from fsdp_jax import _collectives, _cotangents, _functional
 from fsdp_jax._comm import Defer
 from fsdp_jax._join import (
     Change,
@@ -30,7 +31,8 @@ from fsdp_jax._local import shard_in
 from fsdp_jax._loss import split_loss
 from fsdp_jax._managed import ShardReadError
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._spec import dotted
+from fsdp_jax._raw_reads import Piece, raw_reads
+from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import (
     deferred,
     group_of,
@@ -85,6 +87,8 @@ class Outcome:
         num_output: how many arrays that has, the value included.
         value_at: where the value belongs among the results.
         rules: per result, without the value: how it becomes global.
+        specified: per array of the output, without the value: whether `out_specs` says
+            how it becomes global.
     """
 
     graphdef: Any
@@ -96,6 +100,7 @@ class Outcome:
     num_output: int
     value_at: int
     rules: list[Callable]
+    specified: list[bool]
 
 
 def call_user(
@@ -133,7 +138,8 @@ def call_user(
         set_state(module, averages=averages, defer=defer, path=path, **at_rest)
     args, kwargs = call.taken.put(nodes, arrays[num_state:])
     try:
-        output = request.f(*args, **kwargs)
+        with _cotangents.running_f():
+            output = request.f(*args, **kwargs)
     except ShardReadError as error:
         for node in nodes:
             if (path := _functional.find(node, error.variable)) is not None:
@@ -179,7 +185,7 @@ def call_user(
             _check_sliced(request, changes[-1])
             rules.append(state_rule(request, mesh, changes[-1]))
     value_at = len(rest)
-    out_rules = output_rules(request, mesh, taken, output, out_arrays)
+    out_rules, specified = output_rules(request, mesh, taken, output, out_arrays)
     if loss is not None:
         taken = _with_value(request, taken)
     return (
@@ -195,6 +201,7 @@ def call_user(
             len(out_rules) + (loss is not None),
             value_at,
             [*rules, *out_rules],
+            specified,
         ),
     )
 
@@ -267,3 +274,54 @@ def _with_value(request: Request, taken: _functional.Taken) -> _functional.Taken
     leaves, treedef = jax.tree.flatten(whole)
     slots = tuple("array" if x == "value" else taken.slots[x] for x in leaves)
     return _functional.Taken(treedef, slots)
+
+
+def check_raw_reads(
+    call: Call,
+    outcome: Outcome,
+    closed: ClosedJaxpr,
+    params: Sequence[ParamSpec | None],
+) -> None:
+    """Raise if `f` computes with a raw shard as if it were the parameter.
+
+    Args:
+        call: of the user's function.
+        outcome: what the call left.
+        closed: the program of one device; gradients come out last.
+        params: how each of its inputs rests, if it is a managed parameter.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    mesh = call.mesh
+    axes = frozenset(axis for axis in mesh.shard_axes if mesh.size((axis,)) > 1)
+    if not axes:
+        return
+
+    def refuse(piece: Piece, where: str = "a module") -> RuntimeError:
+        name = f"a gradient of module {piece.source or 'the root'!r}"
+        if isinstance(piece.source, int):
+            name = f"parameter {dotted(call.variables[piece.source].path[1:])!r}"
+        how = f" ({piece.misused})" if piece.misused else ""
+        return RuntimeError(
+            f"{call.request.who}: {where} depends on {name} other than through a "
+            f"gather{how}: each device holds a piece of it, and f computes with that "
+            "as if it were all. Raw values of a model (nnx.state, nnx.split, "
+            "nnx.as_pure, jax.tree.leaves) are such pieces in f. For a norm use "
+            "fsdp_jax.global_norm; for a weight penalty, weight decay in the "
+            "optimizer; for anything else a method that register_fsdp_forward_method "
+            "knows, which reads param[...], or fsdp_jax.unsharded(model)."
+        )
+
+    inputs: list[Piece | None] = [None] * len(params)
+    for i, param in enumerate(params[: len(call.variables)]):
+        if param is not None and param.cut:
+            inputs[i] = Piece(i, axes)
+    pieces = raw_reads(closed, inputs, axes, refuse)
+    places = [(repr(dotted(c.slot.path[2:])), c.slot.managed) for c in outcome.changes]
+    places += [("the output", specified) for specified in outcome.specified]
+    if call.request.argnums is not None:
+        places.insert(outcome.value_at, ("the loss", False))
+    for piece, (where, pieces_allowed) in zip(pieces, places):
+        if piece is not None and (piece.misused or not pieces_allowed):
+            raise refuse(piece, where)

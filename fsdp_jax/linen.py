@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import optax
 
-from fsdp_jax import _functional, _transforms
+from fsdp_jax import _cotangents, _functional, _transforms
 from fsdp_jax._host_update import on_host
 from fsdp_jax._linen_model import ShardedModule as ShardedModule
-from fsdp_jax._linen_program import Adapter, infos_of
+from fsdp_jax._linen_program import Adapter, infos_of, nested
 from fsdp_jax._linen_shard import fully_shard as fully_shard
 from fsdp_jax._move import move
 from fsdp_jax._optimizer import init_elsewhere
@@ -83,6 +83,9 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_grad_f(first: Any, /, *args: Any, pending: Any = None, **kwargs: Any):
+        if _cotangents.in_f():
+            request = _transforms.request_of("value_and_grad", f, **options)
+            return nested(request, model, first, args, kwargs, pending)
         _warn_without_batch((args, kwargs), model)
         slices = num_microbatches > 1
         adapter = Adapter(f, first, model, "value_and_grad", has_aux, slices)

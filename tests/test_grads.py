@@ -703,27 +703,6 @@ def test_a_users_own_program_may_freeze_parameters(reshard_after_forward):
     helpers.assert_trees_close(got, expected)
 
 
-def test_value_and_grad_inside_a_per_device_program_says_what_to_do():
-    model = affine(4)
-
-    def inner(model, x):
-        return fsdp_jax.value_and_grad(square)(model, x)[0]
-
-    with pytest.raises(RuntimeError, match=r"per-device program.*nnx\.value_and_grad"):
-        fsdp_jax.shard_map(inner)(model, rows(8))
-
-
-def test_nnx_gradients_inside_a_per_device_program_are_reduced():
-    model = affine(4)
-
-    def inner(model, x):
-        return tuple(jax.tree.leaves(nnx.grad(square)(model, x)))
-
-    grads = fsdp_jax.shard_map(inner)(model, rows(8))
-    expected = jax.tree.leaves(nnx.grad(square)(Affine(), rows(8)))
-    helpers.assert_trees_close(grads, tuple(expected))
-
-
 def test_models_on_two_meshes_are_refused():
     def loss(left, right, x):
         return square(left, x) + square(right, x)

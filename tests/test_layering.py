@@ -24,10 +24,12 @@ ORDER = [
     "_dependence",
     "_forward_mode",
     "_functional",
+    "_raw_reads",
     "_comm",
     "_collectives",
     "_divergence",
     "_ordering",
+    "_cotangents",
     "_gather",
     "_schedule",
     "_layers",
@@ -64,6 +66,7 @@ ORDER = [
     "_program",
     "_wrt",
     "_prepare",
+    "_nested",
     "_transforms",
     "_describe",
     "_linen_names",
@@ -131,6 +134,7 @@ PUBLIC = {
     "shard_map",
     "share_comm_ctx",
     "synchronize_gradients",
+    "unsharded",
     "value_and_grad",
 }
 

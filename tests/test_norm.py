@@ -203,13 +203,18 @@ def test_integers_are_refused_by_name():
         fsdp_jax.global_norm({"a": jnp.ones(2), "count": jnp.ones(2, jnp.int32)})
 
 
-def test_a_norm_of_pieces_is_refused():
+def test_a_norm_in_a_per_device_program_counts_every_piece_once():
     def loss(model, x, y):
         return helpers.mean_square(model, x, y) + fsdp_jax.global_norm(model)
 
-    for run in (fsdp_jax.value_and_grad(loss), fsdp_jax.shard_map(loss)):
-        with pytest.raises(RuntimeError, match="global_norm: called inside a per-dev"):
-            run(sharded("2"), *batch())
+    model = Odd(nnx.Rngs(0))
+    want = helpers.mean_square(model, *batch()) + plain_norm(nnx.state(model))
+    for options in ({}, {"uneven": "pad"}):
+        found = fsdp_jax.shard_map(loss)(sharded("3", **options), *batch())
+        np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_a_norm_of_plain_arrays_in_a_per_device_program_is_refused():
     mapped = jax.shard_map(
         fsdp_jax.global_norm,
         mesh=helpers.mesh_of(2),
@@ -217,5 +222,5 @@ def test_a_norm_of_pieces_is_refused():
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    with pytest.raises(RuntimeError, match="Call it on what those return"):
+    with pytest.raises(RuntimeError, match="plain array.*Give Variables"):
         jax.jit(mapped)(jnp.ones(8))
