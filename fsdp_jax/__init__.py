@@ -9,6 +9,8 @@ import importlib
 import typing
 
 from fsdp_jax._batch import shard_batch as shard_batch
+from fsdp_jax._check import check as check
+from fsdp_jax._check_report import CheckReport as CheckReport
 from fsdp_jax._describe import describe as describe
 from fsdp_jax._describe import local_shape as local_shape
 from fsdp_jax._fully_shard import fully_shard as fully_shard

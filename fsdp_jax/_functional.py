@@ -57,6 +57,10 @@ class Taken:
         ]
         return jax.tree.unflatten(self.treedef, leaves)
 
+    def slots_tree(self) -> Any:
+        """The tree again with the slots as its leaves."""
+        return jax.tree.unflatten(self.treedef, self.slots)
+
 
 def take(tree: Any) -> tuple[Taken, list[Any], list[Any]]:
     """Take nodes and arrays out of a tree.

@@ -5,6 +5,7 @@ What must not live here: sharding them (`linen`), and gathering (`_linen_units`)
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,22 @@ from fsdp_jax._linen_program import infos_of, program_state
 from fsdp_jax._linen_units import READS, Box, Info, call_unit, intercept, unwrap, wrap
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import move
+
+_STAND_IN: contextvars.ContextVar[Callable | None]
+_STAND_IN = contextvars.ContextVar("stand_in", default=None)
+
+
+@contextmanager
+def standing_in(make: Callable[[Any], Callable] | None) -> Iterator[None]:
+    """Within the block `apply` of a model is what `make` makes of the model.
+
+    None: its own again.
+    """
+    token = _STAND_IN.set(make)
+    try:
+        yield
+    finally:
+        _STAND_IN.reset(token)
 
 
 class ShardedModule:
@@ -127,6 +144,16 @@ class ShardedModule:
         Raises:
             As `flax.linen.Module.apply`.
         """
+        if (make := _STAND_IN.get()) is not None:
+            kwargs = {
+                **kwargs,
+                "rngs": rngs,
+                "method": method,
+                "mutable": mutable,
+                "capture_intermediates": capture_intermediates,
+            }
+            with standing_in(None):
+                return make(self)(variables, *args, **kwargs)
         params = canonical(variables.get("params", {}))
         others = {k: v for k, v in variables.items() if k != "params"}
         pieces = {n: self._piece(n, x) for n, x in named(params).items()}

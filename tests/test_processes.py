@@ -478,7 +478,27 @@ def check_padding(model: Any, index: int, count: int) -> None:
         assert "(8, 13)" in repr(odd)
 
 
+def check_check(model, index, count):
+    from jax.experimental import multihost_utils
+
+    batch = [own_rows(np.asarray(x), index, count) for x in helpers.regression_batch()]
+    net = fully_shard(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+
+    def loss(model, x, y, weights):
+        table = jax.numpy.tile(weights, 8 // len(weights))
+        return jax.numpy.mean((model(x) - y) ** 2 * table)
+
+    batch = shard_batch(tuple(batch), net)
+    report = fsdp_jax.check(net, loss, *batch, np.arange(8.0, dtype=np.float32))
+    assert report.ok
+    assert {row.rule for row in report.rows} == {"cut argument"}
+    told = np.frombuffer(report.to_json().encode(), np.uint8).astype(np.int32)
+    everyone = multihost_utils.process_allgather(told)
+    assert (everyone == told).all()
+
+
 CHECKS = [
+    check_check,
     check_padding,
     check_shard_batch,
     check_typed_keys,
