@@ -15,7 +15,7 @@ from flax import nnx
 
 from fsdp_jax import _batch, _collectives, _cotangents, _functional, _loss
 from fsdp_jax._join import Request
-from fsdp_jax._local import Local
+from fsdp_jax._local import Local, shard_in
 from fsdp_jax._managed import COPY, ManagedVariable, spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._param import with_value
@@ -113,8 +113,9 @@ def _check_at_hand(who: str, model: Any, wrt: Any) -> None:
     predicate = nnx.filterlib.to_predicate(wrt)
     for node in _functional.take(model)[1]:
         for path, v in _functional.walk(node):
-            found = isinstance(v, nnx.Variable) and isinstance(v.get_raw_value(), Local)
-            if found and predicate(path, v):
+            raw = v.get_raw_value() if isinstance(v, nnx.Variable) else None
+            elsewhere = isinstance(raw, Local) and raw.sink is not None
+            if elsewhere and predicate(path, v):
                 raise NotImplementedError(
                     f"{who}: parameter {dotted(path)!r} rests in host memory or in "
                     "float16, and f can take no gradient over all devices with respect "
@@ -145,7 +146,8 @@ def _finished(model: Any, grads: Any, mesh: MeshInfo, averages: bool) -> Any:
     divisor = float(mesh.num_devices) if averages else 1.0
 
     def finish(path: Any, variable: nnx.Variable, comms: dict) -> nnx.Variable:
-        ct, spec, comm = variable.get_raw_value(), spec_of(variable), comms.get(path)
+        ct, spec = shard_in(variable.get_raw_value()), spec_of(variable)
+        comm = comms.get(path)
         if spec is not None and comm is not None and spec.cut and spec.is_shard(ct):
             done = _cotangents.gradient(ct, comm.exit_divisor, ct.dtype)
         else:

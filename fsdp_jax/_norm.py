@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from fsdp_jax import _collectives, _functional
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._move import is_away
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._raw_reads import SCOPE
 
@@ -104,7 +105,8 @@ def _norm_of_pieces(leaves: Sequence[tuple[str, Any, Any]]) -> Array:
                 first = _collectives.device_index(mesh, mesh.shard_axes) * rows
                 at = first + jax.lax.broadcasted_iota(int, x.shape, dim)
                 x = jnp.where(at < spec.size, x, 0)
-        sums[mesh] = sums.get(mesh, jnp.zeros(())) + _square(x)
+        here = jax.device_put(x, jax.memory.Space.Device) if is_away(x) else x
+        sums[mesh] = sums.get(mesh, jnp.zeros(())) + _square(here)
     total = sums.pop(None, jnp.zeros(()))
     for mesh, pieces in sums.items():
         assert mesh is not None

@@ -767,14 +767,16 @@ def test_memory_that_is_not_there_is_refused(
 
 @POLICIES
 def test_a_gradient_inside_an_evaluation_is_that_of_the_run_without(policy):
-    def squares(model, x, y):
-        grads = nnx.grad(helpers.mean_square)(model, x, y)
-        return jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
+    def norm(model, x, y):
+        grads = fsdp_jax.grad(helpers.mean_square)(model, x, y)
+        return fsdp_jax.global_norm(grads)
 
     batch = helpers.regression_batch(8)
-    want = fsdp_jax.shard_map(squares)(mlp(), *batch)
-    found = fsdp_jax.shard_map(squares)(mlp(offload_policy=policy), *batch)
-    np.testing.assert_array_equal(found, want)
+    want = fsdp_jax.shard_map(norm)(mlp(), *batch)
+    model = mlp(offload_policy=policy)
+    np.testing.assert_array_equal(fsdp_jax.shard_map(norm)(model, *batch), want)
+    with pytest.raises(NotImplementedError, match="host memory.*unsharded"):
+        fsdp_jax.grad(norm)(model, *batch)
 
 
 @POLICIES
