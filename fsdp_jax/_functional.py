@@ -200,7 +200,7 @@ def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     named = [
         (int(k) if integers and k.isdigit() else k, v)
         for k, v in vars(node).items()
-        if not k.startswith("_pytree__") and _is_data(node, k)
+        if not k.startswith("_pytree__") and is_data(node, k)
     ]
     for key, value in sorted(named, key=lambda kv: (isinstance(kv[0], str), kv[0])):
         if is_node(value):
@@ -212,7 +212,7 @@ def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
                     yield (key, *[plain_key(k) for k in keys]), leaf
 
 
-def _is_data(node: nnx.Pytree, name: str) -> bool:
+def is_data(node: nnx.Pytree, name: str) -> bool:
     """Whether NNX looks into an attribute; what it calls static may be anything."""
     return not node._pytree__is_pytree or node._pytree__nodes.get(name, False)
 

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from fsdp_jax._local import Local
 from fsdp_jax._spec import ParamSpec
+from fsdp_jax._threads import LOCK, current
 
 METADATA = "fsdp"
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -88,11 +89,15 @@ class ManagedVariable(nnx.Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if (own := current(self)) is not self:
+            return own.shape
         self._refuse_shard()
         spec, value = self._spec(), self.get_raw_value()
         return value.shape if spec is None else spec.shape(value)
 
     def get_value(self, **kwargs: Any) -> Any:
+        if (own := current(self)) is not self:
+            return own.get_value(**kwargs)
         self._refuse_shard()
         if not self._padded() or _asked_by_nnx_optimizer():
             return super().get_value(**kwargs)
@@ -134,6 +139,8 @@ class ManagedVariable(nnx.Variable):
         self._var_metadata.pop(OUT_SHARDING, None)
 
     def __getattr__(self, name: str) -> Any:
+        if (own := current(self)) is not self:
+            return getattr(own, name)
         metadata = object.__getattribute__(self, "_var_metadata")
         if name not in metadata and name not in _SAME_FOR_A_SHARD:
             if hasattr(self.get_raw_value(), name):
@@ -180,6 +187,9 @@ class ManagedVariable(nnx.Variable):
         return spec.unpadded(self.get_raw_value())
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
+        if (own := current(self)) is not self:
+            own.set_value(value, **kwargs)
+            return
         spec = self.get_metadata(METADATA, None)
         if spec is not None and spec.mesh.per_device():
             raise RuntimeError(
@@ -289,9 +299,14 @@ class _ManagedMeta(type(nnx.Variable)):
     """Metaclass of the generated Variable classes, so that pickle can name them."""
 
 
-@functools.cache
 def managed_class(original: Any) -> Any:
     """The managed subclass of a Variable class, one per class."""
+    with LOCK:  # a cache alone lets two threads make one each
+        return _made_class(original)
+
+
+@functools.cache
+def _made_class(original: Any) -> Any:
     namespace = {"__module__": original.__module__, "__doc__": original.__doc__}
     name = f"FSDP{original.__name__}"
     return _ManagedMeta(name, (ManagedVariable, original), namespace)

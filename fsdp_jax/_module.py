@@ -30,6 +30,7 @@ from fsdp_jax._state import (
     sharded_modules,
     state_of,
 )
+from fsdp_jax._threads import LOCK, current, original
 from fsdp_jax._unshard import (
     STARTED,
     UnshardHandle,
@@ -84,9 +85,10 @@ class FSDPModule(Knobs):
 
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.unshard`.
         """
+        self = current(self)
         state, group = state_of(self), group_of(self)
         check_concrete(self, "unshard")
-        handle = STARTED.get(id(self))
+        handle = STARTED.get(id(original(self)))
         if group.full or state.window:
             handle = UnshardHandle(self, [], [])
             handle.cancel()
@@ -95,7 +97,7 @@ class FSDPModule(Knobs):
             handle = UnshardHandle(self, shards, gather_own_dtype(self, group))
         if async_op:
             if handle.pending and not group.is_traced():
-                STARTED[id(self)] = handle
+                STARTED[id(original(self))] = handle
             return handle
         handle.wait()
         return None
@@ -111,6 +113,7 @@ class FSDPModule(Knobs):
 
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.reshard`.
         """
+        self = current(self)
         if state_of(self).window:
             raise RuntimeError(
                 "reshard: a forward of this module is running and needs its "
@@ -131,7 +134,7 @@ class FSDPModule(Knobs):
 
         Source: specification, table of knobs; PyTorch `reset_iter_state`.
         """
-        state = state_of(self)
+        state = state_of(current(self))
         if state.window or state.inside:
             raise RuntimeError(
                 "reset_iter_state: a forward is running. Call it on the root, outside "
@@ -213,8 +216,13 @@ _GENERATED: dict[type, type] = {}
 
 def fsdp_class(original: type) -> type:
     """The generated subclass of `(FSDPModule, original)`, one per original class."""
-    if original in _GENERATED:
+    with LOCK:
+        if original not in _GENERATED:
+            _GENERATED[original] = _generate(original)
         return _GENERATED[original]
+
+
+def _generate(original: type) -> type:
     meta = type(original)
     if not issubclass(_FSDPMeta, meta):
         meta = type("_FSDPMeta", (_FSDPMeta, meta), {})
@@ -236,7 +244,6 @@ def fsdp_class(original: type) -> type:
         lambda ns: ns.update(namespace),
     )
     generated._pytree__nodes = original._pytree__nodes
-    _GENERATED[original] = generated
     return generated
 
 
@@ -250,7 +257,7 @@ copyreg.pickle(_FSDPMeta, _reduce_class)
 def original_class(generated: type) -> type:
     """The class that `fsdp_class` was given."""
     for cls in generated.__mro__:
-        if cls in _GENERATED.values():
+        if cls in list(_GENERATED.values()):
             return cls.__bases__[1]
     raise TypeError(f"{generated.__name__} was not made by fully_shard")
 
@@ -287,7 +294,7 @@ def _hooked(function: Callable, name: str | None) -> Callable:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if name is not None and name not in state_of(self).forward_methods:
             return function(self, *args, **kwargs)
-        return call(self, function, args, kwargs)
+        return call(current(self), function, args, kwargs)
 
     return method
 

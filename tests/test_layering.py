@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent
 
 # Every file may import only files that stand before it.
 ORDER = [
+    "_threads",
     "_policies",
     "_mesh",
     "_local",
@@ -42,6 +43,7 @@ ORDER = [
     "_pending",
     "_unshard",
     "_bridge",
+    "_private",
     "_precision",
     "_call",
     "_scan",
