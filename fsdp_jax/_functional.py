@@ -8,7 +8,7 @@ caller's own objects. What must not: anything that knows of shards or meshes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -162,6 +162,27 @@ def merge_outer(graphdef: Any, *states: Any) -> Any:
     """
     with nnx.merge_context(TAG, inner=False) as ctx:
         return ctx.merge(graphdef, *states)
+
+
+def write_values(nodes: Sequence[Any], state: Any) -> None:
+    """Write the values of a state of `(nodes, ...)` into the caller's Variables.
+
+    For nodes whose structure is what it was: `merge_outer` would empty them first, for
+    other threads to see.
+    """
+    variables = {
+        (0, k, *path): found
+        for k, node in enumerate(nodes)
+        for path, found in walk(node)
+        if isinstance(found, nnx.Variable)
+    }
+    leaves = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for keys, new in leaves:
+        variable = variables[tuple(map(plain_key, keys))]
+        if variable.get_raw_value() is not new.get_raw_value():
+            variable.update_from_state(new)
 
 
 def walk(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copyreg
 import functools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
@@ -203,6 +205,7 @@ class ManagedVariable(nnx.Variable):
         try:
             super().set_value(value, **kwargs)
             self._check_size(self.get_raw_value(), padded=False)
+            self._check_kind(before, self.get_raw_value())
         except BaseException:
             install(self, before)
             raise
@@ -213,6 +216,7 @@ class ManagedVariable(nnx.Variable):
     def set_raw_value(self, value: Any, **kwargs: Any) -> None:
         if not isinstance(value, Tracer):
             self._check_size(value)
+            self._check_kind(self.get_raw_value(), value)
         super().set_raw_value(value, **kwargs)
         self._settle()
 
@@ -224,6 +228,7 @@ class ManagedVariable(nnx.Variable):
             variable_state = variable_state.copy(value)
         if not isinstance(value, Tracer):
             self._check_size(value, padded=theirs is not None)
+            self._check_kind(self.get_raw_value(), value)
         super().update_from_state(variable_state)
         if own is not None:
             given = self.get_metadata(METADATA, None)
@@ -250,6 +255,11 @@ class ManagedVariable(nnx.Variable):
             padded: whether it may have the parameter's padding.
         """
         spec = self._spec()
+        if spec is not None and isinstance(value, Mapping):
+            raise TypeError(
+                f"parameter {spec.path!r} was given a {type(value).__name__} of "
+                f"{sorted(map(str, value))}, not an array."
+            )
         if spec is None or spec.dim is None or not isinstance(value, _ARRAYS):
             return
         known = spec.fits(value) or len(value.shape) < -spec.dim
@@ -260,6 +270,18 @@ class ManagedVariable(nnx.Variable):
                 "along which it is cut, and was given a value of shape "
                 f"{tuple(value.shape)}. Give it one of its own size (of a padded "
                 "parameter of another model: state_dict() and load_state_dict)."
+            )
+
+    def _check_kind(self, old: Any, new: Any) -> None:
+        """Raise if one of two values is floating and the other one is not."""
+        spec = self._spec()
+        if spec is None or not all(isinstance(x, _ARRAYS) for x in (old, new)):
+            return
+        floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in (old, new)]
+        if floating[0] != floating[1]:
+            raise ValueError(
+                f"parameter {spec.path!r} has dtype {old.dtype} and was given a value "
+                f"of dtype {new.dtype}. Convert it first."
             )
 
     def _settle(self) -> None:

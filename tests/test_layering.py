@@ -39,6 +39,7 @@ ORDER = [
     "_blocks",
     "_param_group",
     "_state",
+    "_update",
     "_stages",
     "_pending",
     "_unshard",
