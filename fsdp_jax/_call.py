@@ -36,6 +36,7 @@ from fsdp_jax._state import (
     sharded_modules,
     state_of,
     warn_of_knobs_without_effect,
+    warn_of_new_params,
 )
 from fsdp_jax._unshard import reshard_now, take_started
 
@@ -60,6 +61,7 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
             elif state.inside:  # the copy of an enclosing call
                 output = _call_global(module, function, args, kwargs)
             else:
+                warn_of_new_params(module, stacklevel=3)
                 with private_copy(module) as private:
                     given = private.inward((args, kwargs))
                     output = _call_global(private.module, function, *given)

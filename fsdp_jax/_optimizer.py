@@ -22,6 +22,7 @@ from fsdp_jax._move import move
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
 from fsdp_jax._spec import dotted
+from fsdp_jax._state import warn_of_new_params
 from fsdp_jax._update import whole_or_nothing
 
 
@@ -51,6 +52,7 @@ class Optimizer(nnx.Optimizer):
         mesh = _batch.mesh_of(
             [model] if _functional.is_node(model) else [], "Optimizer"
         )
+        warn_of_new_params(model, stacklevel=5)  # past NNX's metaclass
         kinds = _kinds(model)
         made = (
             _on_shapes(tx) if mesh.compile_only else init_elsewhere(tx) if kinds else tx

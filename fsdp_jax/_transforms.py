@@ -23,7 +23,7 @@ from fsdp_jax._prepare import plan_program
 from fsdp_jax._program import Note, execute
 from fsdp_jax._rows import batch_rows
 from fsdp_jax._stages import REDUCED, Stages
-from fsdp_jax._state import check_concrete, sharded_modules
+from fsdp_jax._state import check_concrete, sharded_modules, warn_of_new_params
 from fsdp_jax._threads import LOCK
 from fsdp_jax._user import Call
 from fsdp_jax._wrt import select
@@ -253,6 +253,8 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
     modules = [m for node in nodes for m in sharded_modules(node)]
     for module in modules:
         check_concrete(module, who)
+    for node in nodes:
+        warn_of_new_params(node, stacklevel=3)
     with nnx.update_context(_functional.TAG):
         with LOCK:
             graphdef, state = _functional.split_outer(nodes)

@@ -1,5 +1,4 @@
-"""`nnx.update` on sharded models: all of a state is written, on the model's mesh, or
-nothing.
+"""`nnx.update` on sharded models: a whole state, on the mesh of the model, or nothing.
 
 NNX writes one Variable after the other, and none of them knows of the others, so the
 function itself is wrapped. What must not live here: what one Variable takes
