@@ -8,6 +8,7 @@ other Variables are shared. What must not live here: what a call does (`_call`).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -257,7 +258,12 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 
 def _set(x: Any, name: str, value: Any) -> None:
-    object.__setattr__(x, name, value)
+    """Set an attribute as it is stored: past properties and checks."""
+    slot = inspect.getattr_static(type(x), name, None)
+    if isinstance(slot, types.MemberDescriptorType):
+        object.__setattr__(x, name, value)
+    else:
+        vars(x)[name] = value
 
 
 @contextmanager

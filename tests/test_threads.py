@@ -25,9 +25,9 @@ POLICIES = {
 class Net(nnx.Module):
     """Two linear layers, 8 wide; the second one may run in a transform."""
 
-    def __init__(self, how: str = "plain", watch: Any = None) -> None:
-        self.first = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-        self.second = nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+    def __init__(self, how: str = "plain", watch: Any = None, width: int = 16) -> None:
+        self.first = nnx.Linear(8, width, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(width, 8, rngs=nnx.Rngs(1))
         self.how = how
         self.watch = watch
 
@@ -79,7 +79,7 @@ def test_two_threads_call_one_model(policy, asked):
     x = jnp.ones((2, 8))
     before, expected = arrays(net), net(x)
     with ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(lambda _: net(x), range(60)))
+        outputs = list(pool.map(lambda _: net(x), range(40)))
     for output in outputs:
         np.testing.assert_array_equal(output, expected)
     assert_same(arrays(net), before)
@@ -114,3 +114,62 @@ def test_another_thread_sees_the_model_at_rest(called):
     (net if called == "eager" else jax.jit(lambda x: net(x)))(x)
     assert seen == [rest]
     assert layout(net) == rest
+
+
+def test_threads_call_move_and_read_one_padded_model():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    net: Any = Net(width=6)
+    how: Any = dict(mesh=mesh, uneven="pad", reshard_after_forward=2)
+    fully_shard(net.second, **how)
+    fully_shard(net, **how)
+    x, stop = jnp.ones((2, 8)), threading.Event()
+    before, expected = arrays(net), net(x)
+
+    def move() -> None:
+        while not stop.is_set():
+            handle = net.second.unshard(async_op=True)
+            assert handle is not None
+            handle.wait()
+            net.unshard()
+            net.second.reshard()
+            net.reshard()
+
+    def read() -> None:
+        while not stop.is_set():
+            assert_same(arrays(net), before)
+            assert net.first.kernel.shape == (8, 6)
+            assert net.second.kernel[...].shape == (6, 8)
+
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(move), pool.submit(read)]
+        try:
+            outputs = list(pool.map(lambda _: net(x), range(20)))
+        finally:
+            stop.set()
+        for other in others:
+            other.result()
+    for output in outputs:
+        np.testing.assert_array_equal(output, expected)
+    net.reset_iter_state()
+    assert_same(arrays(net), before)
+
+
+@pytest.mark.parametrize("transform", [fsdp_jax.shard_map, fsdp_jax.grad])
+def test_another_thread_reads_while_statistics_are_written(transform):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    net: Any = fully_shard(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), mesh=mesh)
+    run = transform(lambda m, x: m(x).mean())
+    x, stop = jnp.ones((4, 8)), threading.Event()
+    names = list(net.state_dict())
+
+    def read() -> None:
+        while not stop.is_set():
+            assert list(net.state_dict()) == names
+
+    with ThreadPoolExecutor(3) as pool:
+        reader = pool.submit(read)
+        try:
+            list(pool.map(lambda _: run(net, x), range(10)))
+        finally:
+            stop.set()
+        reader.result()
