@@ -22,6 +22,7 @@ from fsdp_jax._module import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
 from fsdp_jax._nested import unsharded as unsharded
+from fsdp_jax._new_params import shard_new_params as shard_new_params
 from fsdp_jax._norm import global_norm as global_norm
 from fsdp_jax._optimizer import Optimizer as Optimizer
 from fsdp_jax._ordering import Ordering as Ordering

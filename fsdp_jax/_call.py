@@ -23,6 +23,7 @@ from fsdp_jax._comm import cast_floating
 from fsdp_jax._local import Local
 from fsdp_jax._managed import ShardReadError
 from fsdp_jax._param_group import ParamGroup
+from fsdp_jax._private import private_copy
 from fsdp_jax._state import (
     FSDPState,
     check_concrete,
@@ -35,6 +36,7 @@ from fsdp_jax._state import (
     sharded_modules,
     state_of,
     warn_of_knobs_without_effect,
+    warn_of_new_params,
 )
 from fsdp_jax._unshard import reshard_now, take_started
 
@@ -58,15 +60,17 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
         if state.window:
             output = function(module, *args, **kwargs)
         else:
-            group = group_of(module)
             check_concrete(module, f"{class_name(module)} was called")
             if state.mesh.per_device():
-                run = _call_per_device
-            elif group.is_traced():
-                run = _call_traced
+                output = _call_per_device(module, function, args, kwargs)
+            elif state.inside:  # the copy of an enclosing call
+                output = _call_global(module, function, args, kwargs)
             else:
-                run = _call_eager
-            output = run(module, group, function, args, kwargs)
+                warn_of_new_params(module, stacklevel=3)
+                with private_copy(module) as private:
+                    given = private.inward((args, kwargs))
+                    output = _call_global(private.module, function, *given)
+                    output = private.outward(output)
     return _precision.cast_outputs(output, state.mp_policy.output_dtype)
 
 
@@ -87,6 +91,12 @@ def _window(module: Any, group: ParamGroup, full: list[Any]) -> Iterator[None]:
             set_state(module, window=False)
             for (_, m), (inside, path) in zip(inner, before, strict=True):
                 set_state(m, inside=inside, path=path)
+
+
+def _call_global(module, function, args, kwargs) -> Any:
+    group = group_of(module)
+    run = _call_traced if group.is_traced() else _call_eager
+    return run(module, group, function, args, kwargs)
 
 
 def _cast_values(group: ParamGroup, dtype: Any) -> list[Any]:
@@ -136,9 +146,9 @@ def _call_eager(module, group, function, args, kwargs) -> Any:
     return output
 
 
-def _call_per_device(module, group, function, args, kwargs) -> Any:
+def _call_per_device(module, function, args, kwargs) -> Any:
     """The program of one device: gather, run, and reduce-scatter in backward."""
-    state = state_of(module)
+    state, group = state_of(module), group_of(module)
     if group.full:
         full = _cast_values(group, state.mp_policy.param_dtype)
         with _window(module, group, full):

@@ -28,7 +28,7 @@ from fsdp_jax._module import (
     revert,
 )
 from fsdp_jax._param import manage, release, replicate
-from fsdp_jax._placement import UNEVEN, PlacementFn, rest_of
+from fsdp_jax._placement import PlacementFn, check_placement, rest_of
 from fsdp_jax._policies import (
     PINNED_HOST,
     UNPINNED_HOST,
@@ -36,7 +36,7 @@ from fsdp_jax._policies import (
     OffloadPolicy,
 )
 from fsdp_jax._precision import warn_of_layer_dtypes
-from fsdp_jax._spec import ParamSpec, dotted
+from fsdp_jax._spec import ParamSpec, Path, dotted
 from fsdp_jax._stacks import layer_dims
 from fsdp_jax._state import FSDPState, check_variables, is_sharded
 
@@ -116,15 +116,7 @@ def fully_shard(
         check_variables(m, "fully_shard")
     _check_reshard(reshard_after_forward, dp_mesh_dims)
     _check_policies(mp_policy, offload_policy)
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(
-            "fully_shard: shard_placement_fn must be callable, got "
-            f"{type(shard_placement_fn).__name__}."
-        )
-    if uneven not in UNEVEN:
-        raise ValueError(
-            f"fully_shard: uneven must be one of {UNEVEN}, got {uneven!r}."
-        )
+    check_placement("fully_shard", shard_placement_fn, uneven)
     ignored = _ignored_predicate(ignored_params)
     info = resolve_mesh(mesh, dp_mesh_dims)
     _check_memory(offload_policy, info)
@@ -158,6 +150,7 @@ class _Plan:
     module: Any
     managed: list[tuple[nnx.Variable, ParamSpec]]
     replicated: list[nnx.Variable]
+    ignored: list[Path]
 
 
 def _check_modules(module: Any) -> list[Any]:
@@ -295,19 +288,21 @@ def _plan(modules, ignored, place) -> list[_Plan]:
 
 
 def _plan_one(module, inner, ignored, place, taken) -> _Plan:
-    managed, replicated = [], []
+    managed, replicated, left = [], [], []
     layers = layer_dims(module)
     own = list(_own(module, inner))
     _check_not_taken(module, own, taken)
     for path, variable in own:
         if not isinstance(variable, nnx.Param) or ignored(path, variable):
             replicated.append(variable)
+            if isinstance(variable, nnx.Param):
+                left.append(path)
             continue
         name = dotted(path)
         taken[id(variable)] = name
         count = layers.get(id(variable), 0)
         managed.append((variable, place(name, variable, layers=count)))
-    return _Plan(module, managed, replicated)
+    return _Plan(module, managed, replicated, left)
 
 
 def _own(module, inner: set[int]):
@@ -360,20 +355,21 @@ def _check_not_taken(module, own, taken: dict[int, str]) -> None:
 
 def _apply(plans: list[_Plan], state: FSDPState) -> None:
     """Carry the plans out; on any failure bring everything back."""
-    with ExitStack() as undo:
+    with ExitStack() as on_error:
         for plan in plans:
             for variable, spec in plan.managed:
-                undo.callback(_undo(variable))
+                on_error.callback(undo(variable))
                 manage(variable, spec)
             for variable in plan.replicated:
-                undo.callback(_undo(variable))
+                on_error.callback(undo(variable))
                 replicate(variable, state.mesh)
-            undo.callback(revert, plan.module)
-            convert(plan.module, state)
-        undo.pop_all()
+            on_error.callback(revert, plan.module)
+            ignored = tuple(plan.ignored)
+            convert(plan.module, dataclasses.replace(state, ignored=ignored))
+        on_error.pop_all()
 
 
-def _undo(variable: nnx.Variable) -> Callable[[], None]:
+def undo(variable: nnx.Variable) -> Callable[[], None]:
     """How to give a Variable back what it has now, without keeping it alive.
 
     In several processes it is kept: shards cannot be put on one device again there.

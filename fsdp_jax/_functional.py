@@ -8,7 +8,7 @@ caller's own objects. What must not: anything that knows of shards or meshes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -168,6 +168,27 @@ def merge_outer(graphdef: Any, *states: Any) -> Any:
         return ctx.merge(graphdef, *states)
 
 
+def write_values(nodes: Sequence[Any], state: Any) -> None:
+    """Write the values of a state of `(nodes, ...)` into the caller's Variables.
+
+    For nodes whose structure is what it was: `merge_outer` would empty them first, for
+    other threads to see.
+    """
+    variables = {
+        (0, k, *path): found
+        for k, node in enumerate(nodes)
+        for path, found in walk(node)
+        if isinstance(found, nnx.Variable)
+    }
+    leaves = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for keys, new in leaves:
+        variable = variables[tuple(map(plain_key, keys))]
+        if variable.get_raw_value() is not new.get_raw_value():
+            variable.update_from_state(new)
+
+
 def walk(
     root: Any, stop: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -204,7 +225,7 @@ def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     named = [
         (int(k) if integers and k.isdigit() else k, v)
         for k, v in vars(node).items()
-        if not k.startswith("_pytree__") and _is_data(node, k)
+        if not k.startswith("_pytree__") and is_data(node, k)
     ]
     for key, value in sorted(named, key=lambda kv: (isinstance(kv[0], str), kv[0])):
         if is_node(value):
@@ -216,7 +237,7 @@ def _children(node: nnx.Pytree) -> Iterator[tuple[tuple[Any, ...], Any]]:
                     yield (key, *[plain_key(k) for k in keys]), leaf
 
 
-def _is_data(node: nnx.Pytree, name: str) -> bool:
+def is_data(node: nnx.Pytree, name: str) -> bool:
     """Whether NNX looks into an attribute; what it calls static may be anything."""
     return not node._pytree__is_pytree or node._pytree__nodes.get(name, False)
 

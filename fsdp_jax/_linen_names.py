@@ -39,10 +39,18 @@ def canonical(tree: Any) -> Any:
 def named(tree: Any) -> dict[Path, Any]:
     """The leaves of a tree by their names, in the order of `jax.tree.leaves`."""
     leaves = jax.tree_util.tree_leaves_with_path(canonical(tree))
-    return {
+    found = {
         tuple(str(_functional.plain_key(key)) for key in keys): leaf
         for keys, leaf in leaves
     }
+    first: dict[str, Path] = {}
+    for path in found:
+        if (other := first.setdefault(joined(path), path)) != path:
+            raise ValueError(
+                f"fsdp_jax.linen: {joined(path)!r} names two things, at {other} and at "
+                f"{path}. Give one of them another name: parts are joined by slashes."
+            )
+    return found
 
 
 def joined(path: Path) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import copyreg
 import functools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
 from fsdp_jax._local import Local
 from fsdp_jax._spec import ParamSpec
+from fsdp_jax._threads import LOCK, current
 
 METADATA = "fsdp"
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -89,11 +92,15 @@ class ManagedVariable(nnx.Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if (own := current(self)) is not self:
+            return own.shape
         self._refuse_shard()
         spec, value = self._spec(), self.get_raw_value()
         return value.shape if spec is None else spec.shape(value)
 
     def get_value(self, **kwargs: Any) -> Any:
+        if (own := current(self)) is not self:
+            return own.get_value(**kwargs)
         self._refuse_shard()
         if not self._padded() or _asked_by_nnx_optimizer():
             return super().get_value(**kwargs)
@@ -135,6 +142,8 @@ class ManagedVariable(nnx.Variable):
         self._var_metadata.pop(OUT_SHARDING, None)
 
     def __getattr__(self, name: str) -> Any:
+        if (own := current(self)) is not self:
+            return getattr(own, name)
         metadata = object.__getattribute__(self, "_var_metadata")
         if name not in metadata and name not in _SAME_FOR_A_SHARD:
             if hasattr(self.get_raw_value(), name):
@@ -181,6 +190,9 @@ class ManagedVariable(nnx.Variable):
         return spec.unpadded(self.get_raw_value())
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
+        if (own := current(self)) is not self:
+            own.set_value(value, **kwargs)
+            return
         spec = self.get_metadata(METADATA, None)
         copy = spec is not None and spec.full and self.get_metadata(COPY, False)
         if spec is not None and not copy and spec.mesh.per_device():
@@ -195,6 +207,7 @@ class ManagedVariable(nnx.Variable):
         try:
             super().set_value(value, **kwargs)
             self._check_size(self.get_raw_value(), padded=False)
+            self._check_kind(before, self.get_raw_value())
         except BaseException:
             install(self, before)
             raise
@@ -205,6 +218,7 @@ class ManagedVariable(nnx.Variable):
     def set_raw_value(self, value: Any, **kwargs: Any) -> None:
         if not isinstance(value, Tracer):
             self._check_size(value)
+            self._check_kind(self.get_raw_value(), value)
         super().set_raw_value(value, **kwargs)
         self._settle()
 
@@ -216,6 +230,7 @@ class ManagedVariable(nnx.Variable):
             variable_state = variable_state.copy(value)
         if not isinstance(value, Tracer):
             self._check_size(value, padded=theirs is not None)
+            self._check_kind(self.get_raw_value(), value)
         super().update_from_state(variable_state)
         if own is not None:
             given = self.get_metadata(METADATA, None)
@@ -242,6 +257,11 @@ class ManagedVariable(nnx.Variable):
             padded: whether it may have the parameter's padding.
         """
         spec = self._spec()
+        if spec is not None and isinstance(value, Mapping):
+            raise TypeError(
+                f"parameter {spec.path!r} was given a {type(value).__name__} of "
+                f"{sorted(map(str, value))}, not an array."
+            )
         if spec is None or spec.dim is None or not isinstance(value, _ARRAYS):
             return
         known = spec.fits(value) or len(value.shape) < -spec.dim
@@ -252,6 +272,18 @@ class ManagedVariable(nnx.Variable):
                 "along which it is cut, and was given a value of shape "
                 f"{tuple(value.shape)}. Give it one of its own size (of a padded "
                 "parameter of another model: state_dict() and load_state_dict)."
+            )
+
+    def _check_kind(self, old: Any, new: Any) -> None:
+        """Raise if one of two values is floating and the other one is not."""
+        spec = self._spec()
+        if spec is None or not all(isinstance(x, _ARRAYS) for x in (old, new)):
+            return
+        floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in (old, new)]
+        if floating[0] != floating[1]:
+            raise ValueError(
+                f"parameter {spec.path!r} has dtype {old.dtype} and was given a value "
+                f"of dtype {new.dtype}. Convert it first."
             )
 
     def _settle(self) -> None:
@@ -291,9 +323,14 @@ class _ManagedMeta(type(nnx.Variable)):
     """Metaclass of the generated Variable classes, so that pickle can name them."""
 
 
-@functools.cache
 def managed_class(original: Any) -> Any:
     """The managed subclass of a Variable class, one per class."""
+    with LOCK:  # a cache alone lets two threads make one each
+        return _made_class(original)
+
+
+@functools.cache
+def _made_class(original: Any) -> Any:
     namespace = {"__module__": original.__module__, "__doc__": original.__doc__}
     name = f"FSDP{original.__name__}"
     return _ManagedMeta(name, (ManagedVariable, original), namespace)

@@ -30,6 +30,7 @@ from fsdp_jax._state import (
     sharded_modules,
     state_of,
 )
+from fsdp_jax._threads import LOCK, current, original
 from fsdp_jax._unshard import (
     STARTED,
     UnshardHandle,
@@ -85,9 +86,10 @@ class FSDPModule(Knobs):
 
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.unshard`.
         """
+        self = current(self)
         state, group = state_of(self), group_of(self)
         check_concrete(self, "unshard")
-        handle = STARTED.get(id(self))
+        handle = STARTED.get(id(original(self)))
         if group.full or state.window:
             handle = UnshardHandle(self, [], [])
             handle.cancel()
@@ -96,7 +98,7 @@ class FSDPModule(Knobs):
             handle = UnshardHandle(self, shards, gather_own_dtype(self, group))
         if async_op:
             if handle.pending and not group.is_traced():
-                STARTED[id(self)] = handle
+                STARTED[id(original(self))] = handle
             return handle
         handle.wait()
         return None
@@ -112,6 +114,7 @@ class FSDPModule(Knobs):
 
         Source: specification, "Communication grouping"; PyTorch `FSDPModule.reshard`.
         """
+        self = current(self)
         if state_of(self).window:
             raise RuntimeError(
                 "reshard: a forward of this module is running and needs its "
@@ -132,7 +135,7 @@ class FSDPModule(Knobs):
 
         Source: specification, table of knobs; PyTorch `reset_iter_state`.
         """
-        state = state_of(self)
+        state = state_of(current(self))
         if state.window or state.inside:
             raise RuntimeError(
                 "reset_iter_state: a forward is running. Call it on the root, outside "
@@ -211,14 +214,18 @@ _GENERATED: dict[type, type] = {}
 
 def fsdp_class(original: type) -> type:
     """The generated subclass of `FSDPModule` and `original`, one per original class."""
-    if original in _GENERATED:
+    with LOCK:
+        if original not in _GENERATED:
+            _GENERATED[original] = _generate(original)
         return _GENERATED[original]
+
+
+def _generate(original: type) -> type:
     namespace = {}
     if any("__call__" in vars(cls) for cls in original.__mro__):
         namespace["__call__"] = _hooked(original.__call__, None)
     generated = generate(original, FSDPModule, SUFFIX, namespace)
     copyreg.pickle(type(generated), _reduce_class)
-    _GENERATED[original] = generated
     return generated
 
 
@@ -284,7 +291,7 @@ def _hooked(function: Callable, name: str | None) -> Callable:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if name is not None and name not in state_of(self).forward_methods:
             return function(self, *args, **kwargs)
-        return call(self, function, args, kwargs)
+        return call(current(self), function, args, kwargs)
 
     return method
 

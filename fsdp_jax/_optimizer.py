@@ -21,6 +21,9 @@ from fsdp_jax._moments import as_full, settle_moment
 from fsdp_jax._move import move
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
+from fsdp_jax._spec import dotted
+from fsdp_jax._state import warn_of_new_params
+from fsdp_jax._update import whole_or_nothing
 
 
 class Optimizer(nnx.Optimizer):
@@ -49,6 +52,7 @@ class Optimizer(nnx.Optimizer):
         mesh = _batch.mesh_of(
             [model] if _functional.is_node(model) else [], "Optimizer"
         )
+        warn_of_new_params(model, stacklevel=5)  # past NNX's metaclass
         kinds = _kinds(model)
         made = (
             _on_shapes(tx) if mesh.compile_only else init_elsewhere(tx) if kinds else tx
@@ -73,6 +77,7 @@ class Optimizer(nnx.Optimizer):
 
         Raises:
             TypeError: gradients that are not reduced yet.
+            ValueError: gradients of other shapes. Nothing was changed.
         """
         if isinstance(grads, PendingGradients):
             raise TypeError(
@@ -88,10 +93,30 @@ class Optimizer(nnx.Optimizer):
             values,
             **_unpadded_values(kwargs),
         )
-        nnx.update(model, optax.apply_updates(values, updates))
-        nnx.update(self.opt_state, nnx.state(new_state))
-        self.step[...] += 1
+        _check_shapes(updates, values)
+        with whole_or_nothing(model, self):
+            nnx.update(model, optax.apply_updates(values, updates))
+            nnx.update(self.opt_state, nnx.state(new_state))
+            self.step[...] += 1
         return updates
+
+
+def _check_shapes(updates: Any, values: Any) -> None:
+    """Raise if an update would change a parameter's shape."""
+    if jax.tree.structure(updates) != jax.tree.structure(values):
+        return  # optax knows what to say
+    for (path, value), update in zip(
+        jax.tree_util.tree_leaves_with_path(values),
+        jax.tree.leaves(updates),
+        strict=True,
+    ):
+        if value.shape != update.shape:
+            name = dotted(tuple(map(_functional.plain_key, path)))
+            raise ValueError(
+                f"Optimizer.update: parameter {name!r} has shape {value.shape}, and "
+                f"its update has shape {update.shape}. Give the gradients that "
+                "value_and_grad returned for this model."
+            )
 
 
 def _is_variable(x: Any) -> bool:

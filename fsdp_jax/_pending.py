@@ -20,7 +20,7 @@ from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
 from fsdp_jax._param import with_value
-from fsdp_jax._spec import dotted
+from fsdp_jax._spec import by_name
 from fsdp_jax._stages import REDUCED, STAGES, Entry, Stages, added, reductions_of
 from fsdp_jax._state import sharded_modules, state_of
 
@@ -168,11 +168,15 @@ def synchronize_gradients(model: Any, pending: PendingGradients) -> Any:
     mesh = state_of(modules[0]).mesh
     if mesh.per_device():
         raise RuntimeError(f"{who}: called inside a per-device program. Call it after.")
-    variables = {
-        dotted(path): (path, v)
-        for path, v in _functional.walk(model)
-        if isinstance(v, nnx.Variable) and _functional.is_array(v.get_raw_value())
-    }
+    walked = _functional.walk(model)
+    variables = by_name(
+        (
+            (path, v)
+            for path, v in walked
+            if isinstance(v, nnx.Variable) and _functional.is_array(v.get_raw_value())
+        ),
+        who,
+    )
     entries = {}
     for name, (_, v) in variables.items():
         param = spec_of(v)

@@ -43,6 +43,22 @@ def largest_dim(param: Any) -> Shard | None:
     return Shard(max(dims, key=lambda d: shape[d])) if dims else None
 
 
+def check_placement(who: str, placement_fn: Any, uneven: Any) -> None:
+    """Raise unless the arguments that choose the dim to cut are what they may be.
+
+    Raises:
+        TypeError: `placement_fn` cannot be called.
+        ValueError: an unknown `uneven`.
+    """
+    if placement_fn is not None and not callable(placement_fn):
+        raise TypeError(
+            f"{who}: shard_placement_fn must be callable, got "
+            f"{type(placement_fn).__name__}."
+        )
+    if uneven not in UNEVEN:
+        raise ValueError(f"{who}: uneven must be one of {UNEVEN}, got {uneven!r}.")
+
+
 def rest_of(
     name: str,
     variable: Any,

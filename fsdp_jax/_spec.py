@@ -7,7 +7,8 @@ choice of the dim (`_placement`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from jax.sharding import NamedSharding
 
@@ -16,6 +17,7 @@ from fsdp_jax._mesh import MeshInfo, Others
 from fsdp_jax._move import move, pad, unpad
 
 Path = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -170,3 +172,23 @@ class ParamSpec:
 def dotted(path: Path) -> str:
     """A path as users write it: `('blocks', 3, 'scale')` is `blocks.3.scale`."""
     return ".".join(str(part) for part in path)
+
+
+def by_name(found: Iterable[tuple[Path, T]], who: str) -> dict[str, tuple[Path, T]]:
+    """What lies at several paths, by dotted name, with the path.
+
+    Raises:
+        ValueError: two paths have the same name: a part has a dot in it, or one is a
+            number and the other one spells it.
+    """
+    named: dict[str, tuple[Path, T]] = {}
+    for path, value in found:
+        name = dotted(path)
+        if name in named and named[name][0] != path:
+            raise ValueError(
+                f"{who}: {name!r} names two things, at {named[name][0]} and at "
+                f"{tuple(path)}. Give one of them another name: parts are joined by "
+                "dots."
+            )
+        named[name] = tuple(path), value
+    return named

@@ -22,7 +22,7 @@ from fsdp_jax._state import (
     comm_for,
     deferred,
     group_of,
-    named_sharded_modules,
+    is_sharded,
     state_of,
 )
 
@@ -119,8 +119,11 @@ def reductions_of(
         complete: whether everything is reduced in the end, whatever the modules say.
     """
     found, taken = [], set()
-    named = [named_sharded_modules(node) for node in nodes]
-    for path, module in (pair for pairs in named for pair in pairs):
+    found_at = [
+        [(path, m) for path, m in _functional.walk(node) if is_sharded(m)]
+        for node in nodes
+    ]
+    for path, module in (pair for pairs in found_at for pair in pairs):
         group, wanted = group_of(module), deferred(state_of(module))
         members = tuple(names.get(id(v), "") for v in group.variables)
         taken.update(id(v) for v in group.variables)
@@ -129,25 +132,21 @@ def reductions_of(
             defer = defer or "all_reduce"
         if any(n in old[UNREDUCED] for n in members if n):
             defer = "all"
-        comm = comm_for(state_of(module), group.specs, averages, defer, path)
+        comm = comm_for(state_of(module), group.specs, averages, defer, dotted(path))
         dtypes = tuple(v.dtype for v in group.variables)
         found.append(Reduction(comm, members, dtypes, "" if complete else wanted))
-    mesh = state_of(next(m for pairs in named for _, m in pairs)).mesh
-    for node, modules in zip(nodes, named, strict=True):
+    mesh = state_of(next(m for pairs in found_at for _, m in pairs)).mesh
+    for node, modules in zip(nodes, found_at, strict=True):
         for path, v in _functional.walk(node):
             if id(v) not in names or id(v) in taken:
                 continue
             taken.add(id(v))
-            owners = [m for p, m in modules if _contains(p, dotted(path))]
+            owners = [m for p, m in modules if path[: len(p)] == p]
             wanted = deferred(state_of(owners[-1])) if owners else ""
             comm = _whole_comm(mesh, averages, dotted(path))
             target = "" if complete else wanted
             found.append(Reduction(comm, (names[id(v)],), (v.dtype,), target))
     return tuple(found)
-
-
-def _contains(module: str, path: str) -> bool:
-    return not module or path.startswith(module + ".")
 
 
 def _whole_comm(mesh: MeshInfo, averages: bool, name: str) -> GroupComm:

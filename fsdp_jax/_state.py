@@ -13,7 +13,7 @@ from typing import Any
 
 from flax import nnx
 
-from fsdp_jax import _cotangents, _functional
+from fsdp_jax import _cotangents, _functional, _layout
 from fsdp_jax._comm import Defer, GroupComm
 from fsdp_jax._managed import ManagedVariable, spec_of
 from fsdp_jax._mesh import MeshInfo
@@ -21,7 +21,7 @@ from fsdp_jax._ordering import Ordering, ordering_for
 from fsdp_jax._param import is_abstract, replicate
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._policies import MixedPrecisionPolicy, OffloadPolicy
-from fsdp_jax._spec import ParamSpec, dotted
+from fsdp_jax._spec import ParamSpec, Path, dotted
 
 SUFFIX = "FSDPModule"  # of the names of generated classes
 STATE = "_pytree__fsdp"  # nnx.bridge.ToNNX skips names that start so
@@ -56,6 +56,7 @@ class FSDPState:
         backward_prefetch: the same in backward.
         comm_context: which modules its collectives wait for, with all that have the
             same; None: all others of the program that have none.
+        ignored: paths of the parameters that `fully_shard` was told to leave whole.
     """
 
     mesh: MeshInfo
@@ -79,6 +80,7 @@ class FSDPState:
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
     comm_context: str | None = None
+    ignored: tuple[Path, ...] = ()
 
     @property
     def num_forwards(self) -> int:
@@ -193,6 +195,46 @@ def warn_of_knobs_without_effect(state: FSDPState) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def new_params(module: Any) -> list[tuple[Path, Any]]:
+    """The parameters that were put below a sharded module after it was sharded.
+
+    Less those of inner sharded modules, with their paths.
+    """
+    ignored = state_of(module).ignored
+    return [
+        (path, v)
+        for path, v in _functional.walk(module, stop=is_sharded)
+        if isinstance(v, nnx.Param)
+        and not isinstance(v, ManagedVariable)
+        and path not in ignored
+        and hasattr(v.get_raw_value(), "shape")
+    ]
+
+
+def warn_of_new_params(root: Any, stacklevel: int) -> None:
+    """Warn of parameters that no group has, though they could be cut."""
+    names = [
+        dotted((*at, *path))
+        for at, module in _functional.walk(root)
+        if is_sharded(module)
+        for path, v in new_params(module)
+        if _could_be_cut(v.shape, state_of(module).mesh)
+    ]
+    if names:
+        warnings.warn(
+            f"parameters {names} were put into the model after fully_shard, and are "
+            "whole on every device, with their gradients and optimizer state. Cut them "
+            "with fsdp_jax.shard_new_params(model), before the optimizer is made.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _could_be_cut(shape: tuple[int, ...], mesh: MeshInfo) -> bool:
+    n = mesh.num_shards
+    return n > 1 and bool(shape) and _layout.choose_dim(shape, n)[0] is not None
 
 
 def comm_for(

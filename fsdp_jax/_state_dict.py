@@ -17,14 +17,14 @@ from fsdp_jax import _functional
 from fsdp_jax._managed import install, spec_of
 from fsdp_jax._move import move
 from fsdp_jax._param import check_own_trace
-from fsdp_jax._spec import dotted
+from fsdp_jax._spec import by_name
 from fsdp_jax._state import state_of
 
 
 def state_dict(module: Any) -> dict[str, Any]:
     """Dotted names to arrays, in the order of `nnx.state`."""
     flat = nnx.to_flat_state(nnx.state(module, graph=True))
-    return {dotted(path): at_rest(value) for path, value in flat}
+    return {n: at_rest(v) for n, (_, v) in by_name(flat, "state_dict").items()}
 
 
 def at_rest(value: Any) -> Any:
@@ -47,9 +47,11 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleK
             "load_state_dict: expected a mapping of names to arrays, got "
             f"{type(state_dict).__name__}."
         )
-    variables = {
-        dotted(p): v for p, v in _functional.walk(module) if isinstance(v, nnx.Variable)
-    }
+    walked = _functional.walk(module)
+    found = by_name(
+        ((p, v) for p, v in walked if isinstance(v, nnx.Variable)), "load_state_dict"
+    )
+    variables = {name: v for name, (_, v) in found.items()}
     missing = [n for n in variables if n not in state_dict]
     unexpected = [n for n in state_dict if n not in variables]
     if strict and (missing or unexpected):
@@ -66,12 +68,17 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleK
     for variable, value in writes:
         for x in (value, probe):
             check_own_trace(variable, x, "load_state_dict")
-    for variable, value in writes:
-        if hasattr(value, "ndim"):
-            spec, target = spec_of(variable), mesh.sharding(value.ndim, None)
-            value = spec.settled(value) if spec else move(value, target)
+    placed = [_placed(mesh, variable, value) for variable, value in writes]
+    for (variable, _), value in zip(writes, placed, strict=True):
         install(variable, value)
     return IncompatibleKeys(missing, unexpected)
+
+
+def _placed(mesh: Any, variable: nnx.Variable, value: Any) -> Any:
+    if not hasattr(value, "ndim"):
+        return value
+    spec, whole = spec_of(variable), mesh.sharding(value.ndim, None)
+    return spec.settled(value) if spec else move(value, whole)
 
 
 class IncompatibleKeys(NamedTuple):
@@ -98,10 +105,11 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
         raise TypeError(
             f"load_state_dict: {name!r} is a {type(value).__name__}, not an array."
         )
-    keys = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
-    if keys and value.dtype == jnp.uint32 and not isinstance(old, jax.ShapeDtypeStruct):
-        # What jax.random.key_data gives: files cannot hold keys.
-        value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(old))
+    is_key, given_key = _is_key(old), _is_key(value)
+    if is_key and value.dtype == jnp.uint32:
+        value = _as_keys(name, value, old)
+    elif given_key and old.dtype == jnp.uint32:
+        value = jax.random.key_data(value)  # of a key as older code holds it
     if tuple(value.shape) != tuple(variable.shape):
         raise ValueError(
             f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the module "
@@ -111,6 +119,11 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
         value = value.copy()  # JAX may keep the buffer, which the caller may reuse
     if value.dtype == old.dtype:
         return value
+    if is_key and _is_key(value):
+        raise ValueError(
+            f"load_state_dict: {name!r} is of the implementation {value.dtype}, the "
+            f"module holds {old.dtype}. Make its keys with that implementation."
+        )
     floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in (value, old)]
     if not all(floating):
         raise ValueError(
@@ -118,3 +131,28 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
             f"{old.dtype}. Only floating values are cast; convert it first."
         )
     return value.astype(old.dtype)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_keys(name: str, value: Any, old: Any) -> Any:
+    """The keys of which `value` is the data; files cannot hold keys.
+
+    Args:
+        name: for the error text.
+        value: what `jax.random.key_data` gave.
+        old: keys of the same implementation, or their shape.
+    """
+    keys = jax.ShapeDtypeStruct(old.shape, old.dtype)
+    needed = jax.eval_shape(jax.random.key_data, keys).shape
+    if tuple(value.shape) != needed:
+        raise ValueError(
+            f"load_state_dict: {name!r} has shape {tuple(value.shape)}, the module "
+            f"needs random keys of shape {tuple(old.shape)} and dtype {old.dtype}, or "
+            f"their data, of shape {needed}."
+        )
+    found: list[Any] = []
+    jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), keys)  # any value
+    return jax.random.wrap_key_data(value, impl=found[0])

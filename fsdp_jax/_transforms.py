@@ -24,7 +24,13 @@ from fsdp_jax._prepare import plan_program
 from fsdp_jax._program import Note, execute
 from fsdp_jax._rows import batch_rows
 from fsdp_jax._stages import REDUCED, Stages
-from fsdp_jax._state import check_concrete, check_variables, sharded_modules
+from fsdp_jax._state import (
+    check_concrete,
+    check_variables,
+    sharded_modules,
+    warn_of_new_params,
+)
+from fsdp_jax._threads import LOCK
 from fsdp_jax._user import Call
 from fsdp_jax._wrt import select
 
@@ -264,8 +270,11 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
     modules = [m for node in nodes for m in sharded_modules(node)]
     for module in modules:
         check_concrete(module, who)
+    for node in nodes:
+        warn_of_new_params(node, stacklevel=3)
     with nnx.update_context(_functional.TAG):
-        graphdef, state = _functional.split_outer(nodes)
+        with LOCK:
+            graphdef, state = _functional.split_outer(nodes)
         taken_state, state_arrays = _functional.take_arrays(state)
         rows = batch_rows([x.shape for x in arrays], arg_specs, mesh)
         slots = slots_of(state, mesh, rows)
@@ -289,9 +298,12 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
             state_arrays[source] if source is not None else next(flat)
             for source in outcome.state_sources
         ]
-        _, out_nodes = _functional.merge_outer(
-            outcome.graphdef, outcome.state.put((), state_out)
-        )
+        new_state, out_nodes = outcome.state.put((), state_out), []
+        with LOCK:
+            if outcome.same:
+                _functional.write_values(nodes, new_state)
+            else:
+                _, out_nodes = _functional.merge_outer(outcome.graphdef, new_state)
         outputs = outcome.output.put(
             out_nodes, [next(flat) for _ in range(outcome.num_output)]
         )

@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_jax import _gather
 from fsdp_jax._param_group import ParamGroup
 from fsdp_jax._state import comm_of, group_of, set_state, state_of
+from fsdp_jax._threads import LOCK, current, original
 
 
 class UnshardHandle:
@@ -23,7 +24,8 @@ class UnshardHandle:
     """
 
     def __init__(self, module: Any, shards: list[Any], full: list[Any]) -> None:
-        # Weakly: a started gather must not keep its module alive.
+        # Weakly: a started gather must not keep its module alive. Not a call's copy.
+        module = original(module)
         self._module = weakref.ref(module, functools.partial(_drop, id(module)))
         self._gathered: tuple[list[Any], list[Any]] | None = (shards, full)
 
@@ -41,20 +43,22 @@ class UnshardHandle:
         Raises:
             RuntimeError: in a traced function, for a module from outside of it.
         """
-        module = self._module()
-        if self._gathered is None or module is None:
-            return
-        shards, full = self._gathered
-        self.cancel()
-        take_started(module)
-        group = group_of(module)
-        if group.full:
-            return
-        now = group.values()
-        if len(now) != len(shards) or any(a is not b for a, b in zip(now, shards)):
-            full = gather_own_dtype(module, group)
-        group.keep_values(full, full=True, asked="unshard()")
-        set_state(module, forwards_left=state_of(module).num_forwards)
+        with LOCK:
+            module, gathered = self._module(), self._gathered
+            if gathered is None or module is None:
+                return
+            shards, full = gathered
+            self.cancel()
+            take_started(module)
+            module = current(module)
+            group = group_of(module)
+            if group.full:
+                return
+            now = group.values()
+            if len(now) != len(shards) or any(a is not b for a, b in zip(now, shards)):
+                full = gather_own_dtype(module, group)
+            group.keep_values(full, full=True, asked="unshard()")
+            set_state(module, forwards_left=state_of(module).num_forwards)
 
     def cancel(self) -> None:
         """Forget the gather."""
@@ -73,7 +77,7 @@ def _drop(key: int, _: Any) -> None:
 
 def take_started(module: Any) -> UnshardHandle | None:
     """The started gather of a module, which from now on is the caller's."""
-    return STARTED.pop(id(module), None)
+    return STARTED.pop(id(original(module)), None)
 
 
 def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
@@ -87,9 +91,10 @@ def gather_own_dtype(module: Any, group: ParamGroup) -> list[Any]:
 
 def reshard_now(module: Any) -> None:
     """Bring a module's group to rest; does nothing more if it is."""
-    group, state = group_of(module), state_of(module)
-    if group.full:
-        shards = group.shards(comm_of(module, group))
-        group.keep_values(shards, full=False, asked="reshard()")
-    if state.forwards_left:
-        set_state(module, forwards_left=0)
+    with LOCK:
+        group, state = group_of(module), state_of(module)
+        if group.full:
+            shards = group.shards(comm_of(module, group))
+            group.keep_values(shards, full=False, asked="reshard()")
+        if state.forwards_left:
+            set_state(module, forwards_left=0)

@@ -79,6 +79,7 @@ class Outcome:
 
     Attributes:
         graphdef: structure of `(nodes, new nodes)` afterwards.
+        same: whether that is what it was, and only values in Variables changed.
         state: their state without arrays.
         state_sources: per array of it: the input it still is, or None for a result.
         updates: per result of the state: the input that it replaces, None if it is new.
@@ -92,6 +93,7 @@ class Outcome:
     """
 
     graphdef: Any
+    same: bool
     state: _functional.Taken
     state_sources: list[int | None]
     updates: list[int | None]
@@ -123,6 +125,7 @@ def call_user(
     nodes = _functional.merge_inner(
         call.graphdef, call.state.put((), held), tracked=True
     )
+    structure = nnx.graphdef((nodes, []))
     named = [pair for node in nodes for pair in named_sharded_modules(node)]
     modules = [m for _, m in named]
     states = [state_of(m) for m in modules]
@@ -193,6 +196,7 @@ def call_user(
         [*rest, *out_arrays],
         Outcome(
             graphdef,
+            graphdef.with_no_outer_index() == structure and _in_variables(state),
             taken_state,
             sources,
             updates,
@@ -204,6 +208,12 @@ def call_user(
             specified,
         ),
     )
+
+
+def _in_variables(state: Any) -> bool:
+    """Whether all arrays of a state are those of Variables."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return all(isinstance(leaf, nnx.Variable) for leaf in leaves)
 
 
 def _numbers(state: Any) -> dict[tuple[Any, ...], Any]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from fsdp_jax import _functional
 from fsdp_jax._join import Request, Slot
 from fsdp_jax._param import with_value
-from fsdp_jax._spec import dotted
+from fsdp_jax._spec import by_name, dotted
 from fsdp_jax._stages import Entry
 
 
@@ -115,6 +115,7 @@ def select(
                 chosen.variables[id(variable)] = name
                 slot, shape = slots[i], tuple(variable.shape)
                 chosen.entries.append(Entry(name, shape, slot.spec, slot.param))
+            by_name(((path, v) for path, v, _ in entries), request.who)
             node_entries.append(entries)
         if arg_nodes and not any(node_entries) and not arrays:
             raise ValueError(

@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent
 
 # Every file may import only files that stand before it.
 ORDER = [
+    "_threads",
     "_policies",
     "_mesh",
     "_local",
@@ -43,10 +44,12 @@ ORDER = [
     "_blocks",
     "_param_group",
     "_state",
+    "_update",
     "_stages",
     "_pending",
     "_unshard",
     "_bridge",
+    "_private",
     "_precision",
     "_call",
     "_scan",
@@ -57,6 +60,7 @@ ORDER = [
     "_stacks",
     "_placement",
     "_fully_shard",
+    "_new_params",
     "_batch",
     "_norm",
     "_host_update",
@@ -136,6 +140,7 @@ PUBLIC = {
     "scan_layers",
     "shard_batch",
     "shard_map",
+    "shard_new_params",
     "share_comm_ctx",
     "synchronize_gradients",
     "unsharded",

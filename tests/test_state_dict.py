@@ -346,3 +346,104 @@ def test_an_abstract_model_gets_its_values_from_a_state_dict(mesh8):
     model.load_state_dict(want)
     assert_same(model.state_dict(), want)
     assert_at_rest(model, mesh8)
+
+
+# --- random keys from their data --------------------------------------------------
+
+
+class Keys(nnx.Module):
+    """A parameter, typed keys of two shapes, and a key as older code holds it."""
+
+    def __init__(self, impl: str, raw_impl: str) -> None:
+        self.kernel = nnx.Param(jnp.ones((8, 2)))
+        self.one = nnx.Variable(jax.random.key(1, impl=impl))
+        self.stack = nnx.Variable(jax.random.split(jax.random.key(2, impl=impl), 3))
+        self.raw = nnx.Variable(jax.random.PRNGKey(3, impl=raw_impl))
+
+
+def key_data(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_are_loaded_from_their_data(mesh8, impl, abstract):
+    model = Keys(impl, impl)
+    saved = {n: key_data(x) for n, x in nnx_state(model).items()}
+
+    again: Any = Keys(impl, impl)
+    if abstract:
+        again = nnx.eval_shape(lambda: Keys(impl, impl))
+    fully_shard(again, mesh=mesh8)
+    again.load_state_dict(saved)
+    for name, x in again.state_dict().items():
+        np.testing.assert_array_equal(key_data(x), saved[name])
+    assert jax.random.key_impl(again.stack.get_raw_value()) == jax.random.key_impl(
+        model.stack.get_raw_value()
+    )
+    again.load_state_dict(saved | {"raw": jax.random.key(5, impl=impl)})
+    np.testing.assert_array_equal(again.raw[...], jax.random.PRNGKey(5, impl=impl))
+
+
+def nnx_state(model: Any) -> dict[str, Any]:
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {str(path[0]): v.get_raw_value() for path, v in flat}
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+def test_keys_of_another_kind_are_refused(mesh8, abstract):
+    model: Any = Keys("threefry2x32", "rbg")
+    if abstract:
+        model = nnx.eval_shape(lambda: Keys("threefry2x32", "rbg"))
+    model = fully_shard(model, mesh=mesh8)
+    bad = {"one": np.zeros(4, np.uint32)}
+    with pytest.raises(ValueError, match=r"'one' has shape \(4,\).*of shape \(2,\)"):
+        model.load_state_dict(bad, strict=False)
+    bad = {"one": jax.random.key(0, impl="rbg")}
+    with pytest.raises(ValueError, match="'one' is of the implementation key<rbg>"):
+        model.load_state_dict(bad, strict=False)
+
+
+# --- names that two things have ---------------------------------------------------
+
+
+class Dotted(nnx.Module):
+    """Two parameters called `table.a.b`: by a key with a dot, and by a child."""
+
+    def __init__(self, other: Any = "a.b") -> None:
+        inner = nnx.Dict(b=nnx.Param(jnp.ones(8)))
+        self.table = nnx.data({"a": inner, other: nnx.Param(jnp.zeros(8))})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first, second = self.table.values()
+        return x * getattr(first, "b", first)[...] + getattr(second, "b", second)[...]
+
+
+def test_two_parameters_of_one_name_are_refused(mesh8):
+    model: Any = fully_shard(Dotted(), mesh=mesh8)
+    names = r"'table.a.b' names two things, at .*'a', 'b'.*'a.b'"
+    with pytest.raises(ValueError, match="state_dict: " + names):
+        model.state_dict()
+    with pytest.raises(ValueError, match="load_state_dict: " + names):
+        model.load_state_dict({"table.a.b": np.ones(8)})
+    step = fsdp_jax.grad(lambda m, x: m(x).mean())
+    with pytest.raises(ValueError, match="^grad: " + names):
+        step(model, jnp.ones((8, 8)))
+    none = fsdp_jax.PendingGradients({}, {}, {}, reduction="mean")
+    with pytest.raises(ValueError, match="synchronize_gradients: " + names):
+        model.synchronize_gradients(none)
+
+
+def test_a_dot_in_a_name_is_no_matter_if_nothing_else_has_it(mesh8):
+    model: Any = fully_shard(Dotted("c.b"), mesh=mesh8)
+    saved = model.state_dict()
+    assert list(saved) == ["table.a.b", "table.c.b"]
+    again: Any = fully_shard(Dotted("c.b"), mesh=mesh8)
+    again.load_state_dict({"table.a.b": np.zeros(8), "table.c.b": np.ones(8)})
+    np.testing.assert_array_equal(again.table["c.b"][...], np.ones(8))
+    grads = fsdp_jax.grad(lambda m, x: m(x).sum(), reduction="sum")(
+        model, jnp.ones((8, 8))
+    )
+    for leaf in jax.tree.leaves(grads):
+        np.testing.assert_array_equal(leaf, np.full(8, 8.0))
