@@ -87,7 +87,7 @@ def programs(
 
 
 @settings(
-    max_examples=int(EXAMPLES or 8),
+    max_examples=int(EXAMPLES or 6),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,
