@@ -8,6 +8,7 @@ right one. Defaults are the simplest choices.
 """
 
 import dataclasses
+import functools
 import re
 import traceback
 import warnings
@@ -29,7 +30,14 @@ from tests.random_layers import Choices, Layer, Part, through
 LIBRARY = str(Path(fsdp_jax.__file__).parent)
 NOT_OURS = re.compile(r"open an issue|file a bug|\w*Internal[A-Z]\w*")
 ENTRIES = ("value_and_grad", "grad", "train", "shard_map")
+OUTSIDE = ("outer shard_map", "outer value", "second", "third")
 BY_ROW = ("none", "input gradient", "nnx.grad", "second input")
+INSIDE = ("raw", "raw split", "nnx.grad step", "nested step", "nested norm")
+STATEFUL = ("sow", "stat", "counter", "average", "cache", "draw")
+CLOSURES = ("checkpoint", "vmap closure", "lax.cond", "linearize", "jvp")
+NNX_TRANSFORMS = (
+    *("nnx.remat", "nnx.jit", "vmap", "cond", "cond of rows", "switch", "twice"),
+)
 BY_SLICE = re.compile(r"'(stat|count|rngs)'")  # moves once per slice of a batch
 
 
@@ -114,7 +122,8 @@ def make_model(program: Program, sharded: bool) -> Any:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for part, layer in zip(model.layers, program.layers, strict=True):
         if layer.kind.startswith("scan"):
-            stack = {**kwargs, "shard_placement_fn": lambda p: Shard(1)}
+            asked = {"uneven": "pad", "shard_placement_fn": lambda p: Shard(1)}
+            stack = {**kwargs, **asked}
             fully_shard(part.inner.stack, **stack)
         if layer.group:
             fully_shard(part.inner, reshard_after_forward=layer.reshard, **kwargs)
@@ -124,19 +133,29 @@ def make_model(program: Program, sharded: bool) -> Any:
     return model
 
 
+def gradient(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """`nnx.value_and_grad` that passes keyword arguments on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return nnx.value_and_grad(lambda *args: f(*args, **kwargs), **how)(*args)
+
+    return run
+
+
 class Plain:
     """What the library's functions stand for, without it."""
 
     Optimizer = nnx.Optimizer
+    global_norm = staticmethod(optax.global_norm)
 
     @staticmethod
     def value_and_grad(
         f: Callable[..., Any],
         *,
-        reduction: str,
-        has_aux: bool,
-        argnums: Any,
-        wrt: Any,
+        reduction: str = "mean",
+        has_aux: bool = False,
+        argnums: Any = 0,
+        wrt: Any = nnx.Param,
         **_: Any,
     ) -> Callable[..., Any]:
         def whole(*args: Any, **kwargs: Any) -> Any:
@@ -149,13 +168,13 @@ class Plain:
         index = [argnums] if isinstance(argnums, int) else list(argnums)
         diff = [nnx.DiffState(i, wrt) if i == 0 else i for i in index]
         argnums = diff[0] if isinstance(argnums, int) else tuple(diff)
-        return nnx.value_and_grad(whole, argnums=argnums, has_aux=has_aux)
+        return gradient(whole, argnums=argnums, has_aux=has_aux)
 
     @classmethod
     def grad(cls, f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         def second(*args: Any, **keywords: Any) -> Any:
             value, grads = cls.value_and_grad(f, **kwargs)(*args, **keywords)
-            return (grads, value[1]) if kwargs["has_aux"] else grads
+            return (grads, value[1]) if kwargs.get("has_aux") else grads
 
         return second
 
@@ -265,34 +284,28 @@ def parameter_penalty(program: Program, lib: Any, model: Any, b: dict) -> Any:
         case "raw split":
             state = nnx.as_pure(nnx.split(model, nnx.Param, ...)[1])
             return 0.1 * sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(state))
-        case "inner nnx.grad":
-            g = nnx.grad(lambda m: rows_of(program_without(program), m, b)[1].mean())
-            leaves = jax.tree.leaves(nnx.as_pure(g(model)))
-            return 0.1 * sum((a**2).sum() for a in leaves)
-        case "nested":
-
-            def loss(m: Any, b: dict) -> jax.Array:
-                return rows_of(program_without(program), m, b)[1].mean()
-
-            g = lib.grad(loss, **defaults())(model, b)
-            leaves = jax.tree.leaves(nnx.as_pure(g))
-            return 0.1 * sum((a**2).sum() for a in leaves)
+        case "nnx.grad step":
+            grads = nnx.grad(lambda m: mean_loss(program, m, b))(model)
+            return mean_loss(program, stepped(model, grads), b)
+        case "nested step":
+            grads = lib.grad(functools.partial(mean_loss, program))(model, b)
+            return mean_loss(program, stepped(model, grads), b)
+        case "nested norm":
+            grads = lib.grad(functools.partial(mean_loss, program))(model, b)
+            return 0.1 * lib.global_norm(grads)
     return 0.0
 
 
-def defaults() -> dict[str, Any]:
-    return {
-        "reduction": "mean",
-        "has_aux": False,
-        "argnums": 0,
-        "wrt": nnx.Param,
-        "num_microbatches": 1,
-        "in_specs": None,
-    }
+def mean_loss(program: Program, model: Any, b: dict[str, Any]) -> jax.Array:
+    """The mean over rows without what is added to it."""
+    return rows_of(dataclasses.replace(program, penalty="none"), model, b)[1].mean()
 
 
-def program_without(program: Program) -> Program:
-    return dataclasses.replace(program, penalty="none")
+def stepped(model: Any, grads: Any) -> Any:
+    """A model that is one step further."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return nnx.merge(graph, params, rest)
 
 
 def aux_of(program: Program, out: Any, losses: Any) -> Any:
@@ -357,7 +370,7 @@ def make_entry(program: Program, lib: Any, seen: list[int]) -> Callable[..., Any
             out = mapped(*args, **kwargs)["out"]
             return jax.nn.logsumexp(out @ out.T, -1).mean() - (out**2).sum(-1).mean()
 
-        return nnx.value_and_grad(contrast)
+        return gradient(contrast)
     wrt: Any = nnx.Param
     if program.wrt == "first":
         wrt = nnx.All(nnx.Param, nnx.PathContains("layers"))
@@ -392,15 +405,15 @@ def make_entry(program: Program, lib: Any, seen: list[int]) -> Callable[..., Any
         return jnp.sin(value[0] if program.aux else value)
 
     if program.entry == "outer value":
-        return nnx.value_and_grad(value)
+        return gradient(value)
 
     def norm(*args: Any, **kwargs: Any) -> jax.Array:
         return squares(step(*args, **kwargs)[1])
 
     if program.entry == "third":
-        second = nnx.grad(norm)
-        return nnx.grad(lambda *a, **k: squares(second(*a, **k)))
-    return nnx.value_and_grad(norm)
+        second = gradient(norm)
+        return gradient(lambda *a, **k: squares(second(*a, **k)[1]))
+    return gradient(norm)
 
 
 def execute(program: Program, lib: Any, model: Any) -> tuple[Any, int]:
@@ -526,7 +539,8 @@ def _check(program: Program) -> Outcome:
         if changed or len(after) != len(before):
             return Outcome("wrong", f"refused ({text}), but changed {changed}")
         return Outcome("refused", text)
-    limit = 6e-2 if program.policy in ("bfloat16", "reduce") else 2e-4
+    # An n-th or n times the number is further off than bfloat16 rounds.
+    limit = 0.15 if program.policy in ("bfloat16", "reduce") else 2e-4
     found = differences(got, want, limit, "result ")
     found += differences(model, plain, limit, "state ")
     if program.microbatches > 1:
@@ -548,13 +562,27 @@ def defined(program: Program) -> Program:
         change |= {"argnums": "model"}
     p = dataclasses.replace(p, **change)
     change = {}
-    # A fixed gradient, and what is no sum over rows, depend on how devices' losses add.
-    if p.reduction != "sum" or p.entry not in ("value_and_grad", "grad", "train"):
-        kinds = [layer.kind.replace("add gradient", "reverse") for layer in p.layers]
-        layers = zip(p.layers, kinds, strict=True)
-        change["layers"] = tuple(dataclasses.replace(x, kind=k) for x, k in layers)
+    if p.packing == "keywords" and p.around == "nnx.remat":
+        change["packing"] = "flat"  # Flax resolves no keywords there
+    layers = [_defined_layer(p, layer) for layer in p.layers]
+    change["layers"] = tuple(layers)
     if p.penalty not in BY_ROW and (p.reduction != "mean" or p.microbatches > 1):
         change["penalty"] = "none"
     if p.policy in ("bfloat16", "reduce"):  # places and signs turn over by rounding
         change["aux"] = tuple(a for a in p.aux if a not in ("integers", "flags"))
     return dataclasses.replace(p, **change)
+
+
+def _defined_layer(p: Program, layer: Layer) -> Layer:
+    """A layer that Flax runs, and of which the unsharded number is the right one."""
+    kind, wrap = layer.kind, layer.wrap
+    # A fixed gradient depends on how the devices' losses add up.
+    if p.reduction != "sum" or p.entry not in ("value_and_grad", "grad", "train"):
+        kind = kind.replace("add gradient", "reverse")
+    # Flax writes into no object that a transformation of JAX closes over.
+    closed = p.forward in CLOSURES or p.penalty in ("input gradient", "second input")
+    if closed and wrap in NNX_TRANSFORMS:
+        wrap = "none"
+    if closed or wrap in (*CLOSURES, "vmap") or p.forward == "vmap":
+        kind = "linear" if kind in (*STATEFUL, "scan", "scan_layers") else kind
+    return dataclasses.replace(layer, kind=kind, wrap=wrap)

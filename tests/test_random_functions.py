@@ -11,10 +11,20 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-from tests.random_functions import BY_ROW, ENTRIES, Program, check, defined
+from tests.random_functions import (
+    BY_ROW,
+    ENTRIES,
+    INSIDE,
+    OUTSIDE,
+    Program,
+    check,
+    defined,
+)
 from tests.random_layers import Layer
 
 EXAMPLES = os.environ.get("FSDP_JAX_EXAMPLES")
+# Derivatives of programs from outside, and of parameters inside of them.
+HIGHER = False
 
 
 def mostly(default: Any, *others: Any) -> st.SearchStrategy[Any]:
@@ -50,10 +60,10 @@ aux = st.sampled_from(
 extras = st.sampled_from(["scale", "key", "number", "weights", "nothing"])
 
 
-def programs(
-    entries: tuple[str, ...] = ENTRIES, penalties: tuple[str, ...] = (*BY_ROW, "param")
-) -> st.SearchStrategy[Program]:
-    """Programs that run by one of these entries, with one of these penalties."""
+def programs(higher: bool = HIGHER) -> st.SearchStrategy[Program]:
+    """Programs, with derivatives of derivatives of parameters or without."""
+    entries = (*ENTRIES, *OUTSIDE) if higher else ENTRIES
+    penalties = (*BY_ROW, "param", *INSIDE) if higher else (*BY_ROW, "param")
     return st.builds(
         Program,
         layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
