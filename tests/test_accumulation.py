@@ -319,7 +319,7 @@ def test_a_factor_belongs_to_one_group_and_can_be_taken_back():
     assert (constant(grads, "root"), constant(grads, "child.w")) == (2.5, 2.5)
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 1)])
 def test_means_of_large_float16_gradients_do_not_overflow(sizes):
     model = scale(*sizes, reduce_dtype=F16)
     large = 28672.0  # few bits, so that no sum is rounded; 65504 is the end
@@ -447,7 +447,7 @@ twin_gradient = nnx.jit(nnx.grad(helpers.mean_square))
 
 @pytest.mark.parametrize(
     ("platform", "reshard"),
-    [("tpu", True), ("tpu", False), ("tpu", None), ("gpu", None), ("cpu", True)],
+    [("tpu", True), ("tpu", None), ("gpu", False)],
 )
 def test_every_ordering_gives_the_same(platform, reshard):
     twin = helpers.MLP(nnx.Rngs(0))

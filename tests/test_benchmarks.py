@@ -57,36 +57,33 @@ def test_cpu_rows_are_timed_against_automatic_partitioning(tmp_path):
     assert 0 < rows["keep"]["gather_bytes"] < rows["ours"]["gather_bytes"]
     assert "round 1 of 1" in result.stderr
     (tmp_path / "rows.jsonl").write_text(result.stdout)
-    table = run(tmp_path, "--tables", "rows.jsonl").stdout.splitlines()
-    assert table[0] == "**tiny-cpu-gpt, 1 blocks, cpu:2**"
+    ((code, out, _),) = run_in_one(tmp_path, ["--tables", "rows.jsonl"])
+    table = out.splitlines()
+    assert (code, table[0]) == (0, "**tiny-cpu-gpt, 1 blocks, cpu:2**")
     assert [line.split()[1] for line in table[4:8]] == list(rows)
 
 
-def test_tables_are_markdown_and_name_versions(tmp_path):
-    programs = ("--program", "auto", "--program", "ours[own,own,own]")
+def test_tables_name_versions_and_say_why_a_row_failed(tmp_path):
+    names = ("ours+ahead", "auto", "ours[own,own,own]")
+    programs = [part for name in names for part in ("--program", name)]
     result = run(tmp_path, *TINY, *programs, "--topology", "cpu:8", "--blocks", "1")
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 1, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "**tiny-cpu-gpt, 1 blocks, cpu:8**"
-    assert re.match(r"\d{4}-\d\d-\d\d, Python 3\..*, jax \d+\.", lines[-2])
     table = [line for line in lines if line.startswith("|")]
     assert len({len(line) for line in table}) == 1  # aligned
-    assert re.match(r"\| auto +\| .* 1\.00 \|", table[2])
-    assert re.match(r"\| ours\[own,own,own\] \| .* yes \|", table[3])
+    assert re.match(r"\| ours\+ahead +\|( +\|)+$", table[2])
+    assert re.match(r"\| auto +\| .* 1\.00 \|", table[3])
+    assert re.match(r"\| ours\[own,own,own\] \| .* yes \|", table[4])
+    why = (
+        "- ours+ahead failed: ValueError: ours+ahead is for models with scanned layers"
+    )
+    assert why in lines
+    versions = r"^\d{4}-\d\d-\d\d, Python 3\..*, jax \d+\."
+    assert re.search(versions, result.stdout, re.M)
 
 
-def test_a_row_that_fails_says_why_and_the_others_go_on(tmp_path):
-    programs = ("--program", "ours+ahead", "--program", "auto")
-    devices = ("--topology", "cpu:2", "--blocks", "1")
-    result = run(tmp_path, *TINY, *programs, *devices, "--json")
-    assert result.returncode == 1, result.stdout + result.stderr
-    failed, auto = [json.loads(line) for line in result.stdout.splitlines()]
-    assert failed["error"] == "ValueError: ours+ahead is for models with scanned layers"
-    assert failed["step_ms"] is None and failed.keys() >= JUDGED
-    assert auto["error"] is None and auto["step_ms"] > 0
-
-
-WRONG = """
+IN_ONE = """
 import contextlib, io, json, runpy, sys
 sys.path.insert(0, sys.argv[1])
 main = runpy.run_path(sys.argv[1] + "/schedule.py")["main"]
@@ -101,8 +98,20 @@ for arguments in json.loads(sys.argv[2]):
 """
 
 
-def test_wrong_arguments_are_told(tmp_path):
-    """All in one process: to start one takes longer than to refuse."""
+def run_in_one(folder: Path, *commands: list[str]) -> list[tuple[int, str, list[str]]]:
+    """Status, output and last words of each command that is over at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ONE, str(SCHEDULE.parent), json.dumps(commands)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_help_and_wrong_arguments_are_told(tmp_path):
     cases = [
         (["--config", "gigantic"], "invalid choice: 'gigantic'"),
         (["--config", "nano"], "--config nano needs --topology"),
@@ -114,27 +123,16 @@ def test_wrong_arguments_are_told(tmp_path):
         (["--tables", "nowhere.jsonl"], "No such file"),
         (["--blocks", "0"], "expected a number from 1, got '0'"),
     ]
-    given = json.dumps([arguments for arguments, _ in cases])
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG, str(SCHEDULE.parent), given],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    for (arguments, told), (code, out, last) in zip(cases, results, strict=True):
-        assert (code, out) == (2, ""), arguments
-        assert told in last[0]
-
-
-def test_help_explains_every_option_and_program(tmp_path):
-    text = run(tmp_path, "--help").stdout
+    commands = [["--help"], *(arguments for arguments, _ in cases)]
+    (code, text, _), *results = run_in_one(tmp_path, *commands)
+    assert code == 0
     for option in ("platform", "config", "program", "topology", "blocks", "rounds"):
         assert f"--{option}" in text
     for program in ("auto", "unsharded", "keep", "ours+options", "ours+ahead"):
         assert re.search(rf"^ +{re.escape(program)} +\w", text, re.M), program
+    for (arguments, told), (code, out, last) in zip(cases, results, strict=True):
+        assert (code, out) == (2, ""), arguments
+        assert told in last[0]
 
 
 @pytest.mark.needs_tpu_compiler

@@ -70,8 +70,9 @@ def test_the_mesh_argument_goes_before_the_ambient_mesh(kind):
     assert mesh_under(module) == mesh
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    ("count", "kind"), [(1, AUTO), (1, EXPLICIT), (4, AUTO), (8, EXPLICIT)]
+)
 def test_a_module_lies_on_the_devices_of_its_mesh_and_computes_alike(count, kind):
     x = helpers.regression_batch()[0]
     expected = linear()(x)

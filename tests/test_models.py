@@ -29,8 +29,6 @@ SETUPS: list[tuple[int, dict[str, Any]]] = [
     (3, {"uneven": "pad"}),
     (8, {"uneven": "pad"}),
 ]
-setups = pytest.mark.parametrize(("devices", "how"), SETUPS)
-two_setups = pytest.mark.parametrize(("devices", "how"), SETUPS[:2])
 
 
 def compile_fast(f: Callable[..., Any], *args: Any) -> Any:
@@ -178,7 +176,7 @@ def values(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "devices", "how"),
     [
-        *[(name, *setup) for name in MAKERS for setup in SETUPS[1:]],
+        *[(name, *SETUPS[1 + i % 2]) for i, name in enumerate(MAKERS)],
         *[(name, *SETUPS[0]) for name in ("decoder", "resnet", "moe")],
     ],
 )
@@ -192,8 +190,10 @@ def test_training_equals_that_of_the_unsharded_twin(name, devices, how):
     assert len(set(losses)) == STEPS
 
 
-@setups
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "devices", "how"),
+    [(name, *setup) for name in MAKERS for setup in SETUPS[:2]],
+)
 def test_every_block_is_a_group_and_nothing_large_is_whole(name, devices, how):
     rows = fsdp_jax.describe(sharded(name, devices, how)).rows
     assert len({row.group for row in rows}) == GROUPS[name]
@@ -201,9 +201,9 @@ def test_every_block_is_a_group_and_nothing_large_is_whole(name, devices, how):
     assert {row.path for row in rows if row.dim is None} <= {"head.bias"}
 
 
-@two_setups
 @pytest.mark.parametrize(
-    ("name", "layers", "groups_per_layer"), [("decoder", 2, 1), ("moe", 1, 2)]
+    ("name", "layers", "groups_per_layer", "devices", "how"),
+    [("decoder", 2, 1, *SETUPS[0]), ("moe", 1, 2, *SETUPS[1])],
 )
 def test_a_step_gathers_each_group_twice_and_reduces_it_once(
     name, layers, groups_per_layer, devices, how
@@ -218,8 +218,8 @@ def test_a_step_gathers_each_group_twice_and_reduces_it_once(
     assert report.count() == (groups + 1) + groups + (groups + 1) + 1  # the loss
 
 
-@two_setups
-def test_the_decoder_generates_the_same_with_caches(devices, how):
+def test_the_decoder_generates_the_same_with_caches():
+    devices, how = SETUPS[0]
     prompt = tokens(4)
 
     def ways(model: Any, prompt: jax.Array) -> Any:
@@ -243,8 +243,8 @@ def test_the_decoder_generates_the_same_with_caches(devices, how):
         np.testing.assert_array_equal(found, expected)
 
 
-@two_setups
-def test_the_encoder_decoder_generates_the_same_with_caches(devices, how):
+def test_the_encoder_decoder_generates_the_same_with_caches():
+    devices, how = SETUPS[1]
     source = padded(6, 1)
 
     def without_cache(model: Any, source: jax.Array, found: jax.Array) -> jax.Array:

@@ -268,9 +268,18 @@ def test_an_ordering_compiles_anew_and_the_same_one_does_not():
 # The order in the traced step.
 
 
-@pytest.mark.parametrize("free", [True, None, False])
 @pytest.mark.parametrize(
-    ("word", "lag"), [("own", 0), ("previous", 1), ("first", 1), ("each", 1)]
+    ("word", "lag", "free"),
+    [
+        ("own", 0, True),
+        ("own", 0, False),
+        ("previous", 1, None),
+        ("previous", 1, False),
+        ("first", 1, True),
+        ("first", 1, False),
+        ("each", 1, None),
+        ("each", 1, False),
+    ],
 )
 def test_a_gather_of_forward_waits_for_an_input(word, lag, free):
     # All parameters of a block are packed, and none of them counts as read first; of a
@@ -702,16 +711,21 @@ def test_blocks_in_traces_of_their_own_give_the_unsharded_gradients(
 
 KEPT = [  # of two alike one is kept and the other one freed
     in_nnx_scan,
-    in_nnx_switch,
     in_lax_cond,
-    in_lax_fori_loop,
     in_vmap_by_closure,
-    half_in_nnx_jit,
     in_a_custom_vjp,
 ]
 
 
-@pytest.mark.parametrize("inner", INNERS, ids=lambda f: f.__name__)
+# What the test above lowers, it lowers freed and with one ordering.
+@pytest.mark.parametrize(
+    "inner",
+    [
+        *(in_nnx_scan, in_nnx_cond, in_lax_cond, in_vmap_by_closure),
+        *(each_half_in_a_scan_in_remat, in_a_custom_vjp, with_a_gradient_inside),
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_no_array_crosses_into_another_trace(inner):
     # Lowering, not tracing, is what finds an array of another trace.
     kept = inner in KEPT

@@ -1,5 +1,6 @@
 """The README's code runs, and what it says of names and commands is true."""
 
+import json
 import os
 import pathlib
 import re
@@ -19,21 +20,43 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(code_blocks("python"))))
-def test_a_code_block_runs(number, tmp_path):
-    env = os.environ | {"XLA_FLAGS": xla_flags(8)}
-    loop, block = code_blocks("python")[0], code_blocks("python")[number]
-    continues = "import" not in block  # a block without imports goes on from the loop
+RUN_ALL = """
+import contextlib, io, json, sys, traceback
+for block in json.load(sys.stdin):
+    out, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(out):
+        try:
+            exec(block, {"__name__": "__main__"})
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([out.getvalue(), error]))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> list[list[str]]:
+    """What each block printed, and how it failed; all in one process."""
+    loop, *others = code_blocks("python")
+    # A block without imports goes on from the loop.
+    blocks = [loop, *(b if "import" in b else loop + b for b in others)]
     done = subprocess.run(
-        [sys.executable, "-c", loop + block if continues else block],
-        env=env,
-        cwd=tmp_path,
+        [sys.executable, "-c", RUN_ALL],
+        env=os.environ | {"XLA_FLAGS": xla_flags(8)},
+        cwd=tmp_path_factory.mktemp("readme"),
+        input=json.dumps(blocks),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"parameters over \d devices", done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(code_blocks("python"))))
+def test_a_code_block_runs(number, outcomes):
+    printed, error = outcomes[number]
+    assert not error
+    assert re.search(r"parameters over \d devices", printed)
 
 
 def test_there_are_two_commands_and_both_name_files_that_exist():

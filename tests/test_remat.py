@@ -165,7 +165,10 @@ FREEING = [(None, True)[i % 2] for i in range(len(AROUND))]
 
 @pytest.mark.parametrize(
     ("run", "free"),
-    [*zip(AROUND, FREEING), *((run, False) for run in AROUND)],
+    [
+        *zip(AROUND, FREEING),
+        *((run, False) for run in (run_saving_matmuls, run_by_closure, run_nested)),
+    ],
 )
 def test_a_block_in_a_recomputation_is_gathered_once_more(run, free):
     groups, root = BLOCKS + 1, int(free is True)
@@ -199,13 +202,12 @@ def test_dropout_in_a_recomputation_draws_the_same_masks():
 
     plain = sharded(Model(make=make))
     expected = results(plain)
-    for run in (run_in_function, run_all_together):
-        again = sharded(Model(run, make))
-        helpers.assert_trees_close(results(again), expected)
-        helpers.assert_trees_close(
-            nnx.state(again, nnx.RngCount), nnx.state(plain, nnx.RngCount)
-        )
-        assert counts(again)[1] == BLOCKS
+    again = sharded(Model(run_two_together, make))
+    helpers.assert_trees_close(results(again), expected)
+    helpers.assert_trees_close(
+        nnx.state(again, nnx.RngCount), nnx.state(plain, nnx.RngCount)
+    )
+    assert counts(again)[1] == BLOCKS
 
 
 # A recomputation in a sharded block.
@@ -252,7 +254,7 @@ def test_recomputing_blocks_have_the_unsharded_gradients(make, expected):
 
 @pytest.mark.parametrize(
     ("make", "free"),
-    [*zip(INSIDE, FREEING), *((make, False) for make in INSIDE)],
+    [*zip(INSIDE, FREEING), (RematPart, False)],
 )
 def test_a_recomputing_block_is_gathered_at_most_once_more(make, free):
     again = {None: BLOCKS, True: BLOCKS + 1, False: 0}[free]

@@ -190,8 +190,14 @@ def test_nothing_saved_has_a_full_parameter_s_size(case):
 
 
 @pytest.mark.filterwarnings("ignore:.*layers compute in a dtype of their own")
-@pytest.mark.parametrize("case", ["gelu", "relu in bfloat16", "attention"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("gelu", jnp.bfloat16),
+        ("relu in bfloat16", jnp.float32),
+        ("attention", jnp.bfloat16),
+    ],
+)
 def test_nothing_full_is_saved_under_a_policy(case, dtype):
     policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=jnp.float32)
     model = shard(CASES[case](), True, mp_policy=policy)

@@ -102,7 +102,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "reshard"),
-    [(1, None), (3, True), (5, False), (6, None), (7, True), (8, False)],
+    [(1, None), (3, True), (6, None), (8, False)],
 )
 def test_training_equals_the_twin(devices: int, reshard: bool | None) -> None:
     data = batch(devices)
@@ -359,8 +359,7 @@ def test_shard_map_and_registered_methods() -> None:
     np.testing.assert_allclose(got, plain(x), 1e-5)
 
 
-@pytest.mark.parametrize("devices", [3, 8])
-def test_a_stack_in_a_scan(devices: int) -> None:
+def test_a_stack_in_a_scan() -> None:
     @nnx.split_rngs(splits=4)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> nnx.Linear:
@@ -380,11 +379,11 @@ def test_a_stack_in_a_scan(devices: int) -> None:
             )
             return run(self.layers, x)
 
-    x = jax.random.normal(jax.random.key(0), (devices, 7))
+    x = jax.random.normal(jax.random.key(0), (3, 7))
     for ahead in (False, True):
         want = nnx.grad(lambda m, x: jnp.mean(m(x) ** 2))(Stack(ahead), x)
         model = Stack(ahead)
-        mesh = helpers.mesh_of(devices)
+        mesh = helpers.mesh_of(3)
         fully_shard(model.layers, mesh=mesh, uneven="pad")
         fully_shard(model, mesh=mesh, uneven="pad")
         assert model.layers.kernel.sharding.spec == PartitionSpec(None, "fsdp")
