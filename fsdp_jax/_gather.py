@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fsdp_jax._collectives import gather_group, on_devices, scatter_group
 from fsdp_jax._comm import GroupComm, Static, cast_floating
-from fsdp_jax._dependence import Asking
+from fsdp_jax._evaluate import Asking
 from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
 

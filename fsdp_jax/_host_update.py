@@ -15,7 +15,8 @@ from jax.core import Tracer
 from jax.experimental import compute_on
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from fsdp_jax._dependence import evaluate, with_outputs
+from fsdp_jax._dependence import is_plain
+from fsdp_jax._evaluate import evaluate, with_outputs
 from fsdp_jax._move import is_away
 
 Array = jax.Array
@@ -58,7 +59,7 @@ def on_host(tx: optax.GradientTransformation) -> optax.GradientTransformation:
         notes: dict[str, Any] = {}
         avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
         closed = jax.make_jaxpr(flat)(*avals)
-        inlined = jax.make_jaxpr(lambda *xs: evaluate(closed, xs))(*avals)
+        inlined = jax.make_jaxpr(lambda *xs: evaluate(closed, xs, into=is_plain))(*avals)
         given = jax.tree.unflatten(treedef, [is_away(x) for x in leaves])
         away, tree = jax.tree.flatten(given[:2])  # an update and a state for each
         if tree != notes["tree"]:
@@ -88,7 +89,9 @@ def _run(closed: ClosedJaxpr, leaves: list[Array], away: list[bool]) -> list[Arr
     if not all(_reduces(e) or _is_elementwise(e) for e in closed.jaxpr.eqns):
         results = evaluate(closed, to(device, leaves))
         return [to(host, [x])[0] if a else x for x, a in zip(results, away)]
-    known = evaluate(with_outputs(closed, scalars), to(device, leaves))
+    known = evaluate(
+        with_outputs(closed, scalars), to(device, leaves), [True] * len(scalars)
+    )
 
     def part(wanted: list[bool], args: Sequence[Array]) -> list[Array]:
         # As if they were on a device: in host memory they do not mix with constants.

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._divergence import run_agreed
+from fsdp_jax._evaluate import evaluate
 from fsdp_jax._join import as_spec, differ_between_devices
 from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
@@ -222,7 +222,6 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
         closed = jax.make_jaxpr(local)(inputs)
     _forward_mode.check(closed)
     outcome, stages = found[-1]
-    # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)
     differs, divergent = differ_between_devices(
         program.call.request, program.mesh, closed, program.in_specs
@@ -230,7 +229,7 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     if divergent:
         flat = run_agreed(closed, held, divergent, program.mesh)
     else:
-        flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*held)]
+        flat = evaluate(closed, held)
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
     entries = {d.entry.name: d.entry for d in program.diff}

@@ -22,6 +22,7 @@ ORDER = [
     "_layout",
     "_move",
     "_dependence",
+    "_evaluate",
     "_forward_mode",
     "_functional",
     "_comm",
