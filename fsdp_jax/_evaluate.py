@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -62,7 +63,7 @@ def _as_array(atom: Any, value: Any) -> Any:
     if isinstance(value, jax.Array) or dtype in (None, jax.dtypes.float0):
         return value
     if atom.aval.weak_type and not atom.aval.shape:
-        weak = jnp.asarray(jnp.asarray(value).item())
+        weak = jnp.asarray(np.asarray(value).item())
         if weak.dtype == dtype:
             return weak
     return jnp.asarray(value, dtype)
