@@ -45,9 +45,7 @@ class _Values:
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
         """Values; None for variables that nothing was written to."""
-        return [
-            a.val if isinstance(a, Literal) else self._values.get(a) for a in atoms
-        ]
+        return [a.val if isinstance(a, Literal) else self._values.get(a) for a in atoms]
 
     def outputs(self, wanted: Sequence[bool] | None = None) -> list[Any]:
         """The outputs of the program, constant ones as arrays like all others."""

@@ -96,7 +96,9 @@ def test_a_rule_is_kept_where_devices_agree_on_a_condition(mesh, rule, where):
 def test_a_condition_that_may_differ_inside_of_a_rule_is_refused(mesh, rule):
     @rule
     def branch(x, kernel):
-        return jax.lax.cond(x.sum() > 0, lambda x: x * jax.lax.psum(x, "fsdp"), jnp.sin, x)
+        return jax.lax.cond(
+            x.sum() > 0, lambda x: x * jax.lax.psum(x, "fsdp"), jnp.sin, x
+        )
 
     if rule is jax.custom_vjp:
         branch.defvjp(lambda *x: (branch(*x), None), lambda _, ct: (ct, None))
