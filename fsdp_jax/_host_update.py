@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.experimental import compute_on
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from fsdp_jax._compiled import compiled
 from fsdp_jax._dependence import is_plain
 from fsdp_jax._evaluate import evaluate, with_outputs
 from fsdp_jax._move import is_away
@@ -70,7 +71,7 @@ def on_host(tx: optax.GradientTransformation) -> optax.GradientTransformation:
         away += _places(jax.tree.leaves(state), out[at:])
         return jax.tree.unflatten(notes["tree"], _run(inlined, leaves, away))
 
-    jitted = jax.jit(run, static_argnums=1)
+    jitted = compiled(run, static_argnums=1)
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 

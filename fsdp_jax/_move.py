@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
+from fsdp_jax._compiled import compiled
 from fsdp_jax._layout import padded_shape
 from fsdp_jax._policies import PINNED_HOST
 
@@ -23,7 +24,7 @@ from fsdp_jax._policies import PINNED_HOST
 @functools.lru_cache(maxsize=256)
 def mover(targets: tuple[NamedSharding, ...]) -> Callable:
     """A compiled identity that puts arrays under shardings, one dispatch for all."""
-    return jax.jit(lambda *xs: xs, out_shardings=targets)
+    return compiled(lambda *xs: xs, out_shardings=targets)
 
 
 def move(value: Any, target: NamedSharding) -> Any:

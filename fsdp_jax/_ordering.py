@@ -87,8 +87,12 @@ ORDERINGS = {
 
 
 def ordering_for(platform: str) -> Ordering:
-    """The measured ordering of a platform, as a device of it names the platform."""
-    return ORDERINGS["gpu" if platform in ("cuda", "rocm") else platform]
+    """The measured ordering of a platform, as a device of it names the platform.
+
+    Of one that was not measured: the default.
+    """
+    name = "gpu" if platform in ("cuda", "rocm") else platform
+    return ORDERINGS.get(name, Ordering())
 
 
 # TPU v5e overlaps its gathers with compute as it is. v5p and v6e need their SparseCores
@@ -292,6 +296,23 @@ _CHECKPOINT = "checkpoint / remat"
 _LOOPS = ("scan", "while_body", "fori_loop")
 
 
+def in_program() -> bool:
+    """Whether the code being traced becomes part of a program, as under `jax.jit`.
+
+    Else values are traced to differentiate operations that run one by one. Asked as in
+    `in_checkpoint`; unknown, the answer is False.
+    """
+    return any(getattr(t, "frame", None) is not None for t in _traces())
+
+
+def _traces() -> Iterator[Any]:
+    """The traces that are going on, the innermost first."""
+    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
 def in_checkpoint() -> bool:
     """Whether the code being traced runs inside of `jax.checkpoint` or `nnx.remat`.
 
@@ -302,11 +323,9 @@ def in_checkpoint() -> bool:
     names; tests/test_remat.py pins them. Without them the answer is False, and a block
     inside of a checkpoint is gathered twice in backward instead of once.
     """
-    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
-    while trace is not None:
+    for trace in _traces():
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         made_for = getattr(info, "traced_for", None)
         if made_for == _CHECKPOINT or made_for in _LOOPS:
             return made_for == _CHECKPOINT
-        trace = getattr(trace, "parent_trace", None)
     return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec
 from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
+from fsdp_jax._compiled import compiled, run_kept
 from fsdp_jax._divergence import run_agreed
 from fsdp_jax._evaluate import evaluate
 from fsdp_jax._join import as_spec, differ_between_devices
@@ -175,37 +175,15 @@ def _at_rest(program: Program, note: Note, results: Any) -> Any:
     return tuple(done)
 
 
-_COMPILED: OrderedDict[Any, Any] = OrderedDict()
-_MAX_COMPILED = 128
-
-
 def execute(program: Program, inputs: list[Any]) -> Any:
-    """Run a program: as part of the trace that is going on, or compiled.
-
-    Eagerly it is traced anew in every call, because the user's function may read values
-    that are not arguments; what has been compiled is found again by its StableHLO.
-    """
-    if any(isinstance(x, Tracer) for x in inputs):
-        return _sharded(program, inputs)
-    # keep_unused: two programs that differ in what they ignore must not look alike.
-    jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
-    with noting_hidden_tracers():
-        if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
-            return jitted(inputs)  # constants are not in the text then, but arguments
-        traced = jitted.trace(inputs)
-        if len(traced.jaxpr.in_avals) != len(inputs):  # a tracer that has escaped
-            return jitted(inputs)  # which JAX refuses
-        lowered = traced.lower()
-    types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
-    key = (program.mesh, lowered.as_text(), tuple(types))
-    compiled = _COMPILED.pop(key, None)
-    if compiled is None:
-        compiled = lowered.compile()
-    _COMPILED[key] = compiled
-    if len(_COMPILED) > _MAX_COMPILED:
-        _COMPILED.popitem(last=False)
-    results = jax.tree.leaves(compiled(inputs))
-    return jax.tree.unflatten(lowered.out_tree, results)
+    """Run a program: as part of the trace that is going on, or compiled."""
+    run = functools.partial(_sharded, program)
+    if not any(isinstance(x, Tracer) for x in inputs):
+        with noting_hidden_tracers():
+            return run_kept(run, inputs, program.mesh)
+    if _ordering.in_program():
+        return run(inputs)
+    return compiled(run)(inputs)  # eagerly JAX cannot differentiate a shard_map
 
 
 def _device_program(program: Program, inputs: list[Array]) -> Any:

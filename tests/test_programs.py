@@ -4,7 +4,9 @@ Derivatives that a function was given, checkpoints, callbacks and constants; and
 compiled programs an eager call finds again.
 """
 
-import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from jax.sharding import Mesh
 
 import fsdp_jax
 from fsdp_jax import fully_shard
+from fsdp_jax._ordering import ordering_for
 from tests import helpers
 
 DEVICES = 4
@@ -160,3 +163,123 @@ def test_micro_batches_keep_checkpoints(mesh, free):
 
     model = sharded(mesh, reshard_after_forward=free)
     assert checkpoints(2) == checkpoints(1) != []
+
+
+# --- programs that eager calls find again -----------------------------------------
+
+
+def by_callback(k: int) -> Callable[..., jax.Array]:
+    def forward(m: Any, x: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda v: np.asarray(k * v), shape, m(x))
+
+    return forward
+
+
+def test_each_eager_call_has_its_own_callback(mesh):
+    model, x = sharded(mesh), rows()
+    once, thrice = (fsdp_jax.shard_map(by_callback(k))(model, x) for k in (1, 3))
+    np.testing.assert_allclose(thrice, 3 * once, 1e-6)
+
+
+def test_each_eager_call_prints_its_own_text(mesh, capfd):
+    model = sharded(mesh)
+    for i in range(2):
+
+        def loss(m: Any, x: jax.Array, i: int = i) -> jax.Array:
+            jax.debug.print(f"step {i}")
+            return square(m, x)
+
+        fsdp_jax.value_and_grad(loss)(model, rows())
+        jax.effects_barrier()
+        assert capfd.readouterr().out.split("\n")[:-1] == [f"step {i}"] * DEVICES
+
+
+def test_settings_of_jax_tell_programs_apart(mesh):
+    model, x = sharded(mesh), rows().at[0, 0].set(jnp.nan)
+    forward = fsdp_jax.shard_map(square)
+    assert np.isnan(forward(model, x))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        forward(model, x)
+    assert np.isnan(forward(model, x))
+
+
+CONSTANTS = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+import fsdp_jax
+from tests import helpers
+
+compiles = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compiles.append(event)
+    if event == "/jax/core/compile/backend_compile_duration"
+    else None
+)
+model = fsdp_jax.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
+x, means = jnp.ones((2, 8)), []
+for value in (1.0, 1.0, 3.0, 1.0, 3.0):
+    table = np.full(8, value, np.float32)
+    shift = jnp.arange(8.0) * value
+    compiles.append("call")
+    means.append(
+        float(fsdp_jax.shard_map(lambda m, x: jnp.sum((m(x) * 0 + 1) * table + shift))(model, x))
+    )
+calls = "".join("c" if c == "call" else "." for c in compiles[compiles.index("call") :])
+print(means, [bool(c) for c in calls.split("c")[1:]])
+"""
+
+
+def test_constants_tell_programs_apart_where_they_are_not_in_the_text():
+    env = {**os.environ, "JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CONSTANTS], env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == (
+        "[36.0, 36.0, 108.0, 36.0, 108.0] [True, False, True, False, False]"
+    ), done.stderr
+
+
+# --- under no jit -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["shard_map", "value_and_grad"])
+def test_eager_gradients_from_outside_equal_jitted_ones(mesh, what):
+    def loss(m: Any, x: jax.Array) -> jax.Array:
+        if what == "shard_map":
+            return jnp.mean(fsdp_jax.shard_map(lambda m, x: m(x))(m, x) ** 2)
+        return fsdp_jax.value_and_grad(square)(m, x)[0]
+
+    grad = nnx.value_and_grad(loss, argnums=(0, 1))
+    model = sharded(mesh)
+    helpers.assert_trees_close(grad(model, rows()), nnx.jit(grad)(model, rows()))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_without_jit_the_numbers_are_the_same(mesh, offload):
+    policy = {"offload_policy": fsdp_jax.CPUOffloadPolicy()} if offload else {}
+
+    def train(jits: bool) -> Any:
+        with jax.disable_jit(not jits):
+            model = sharded(mesh, **policy)
+            optimizer = fsdp_jax.Optimizer(model, optax.adam(1e-2))
+
+            @nnx.jit
+            def step(model: Any, optimizer: Any, x: jax.Array) -> Any:
+                value, grads = fsdp_jax.value_and_grad(square)(model, x)
+                optimizer.update(model, grads)
+                return value, fsdp_jax.global_norm(grads)
+
+            results = [step(model, optimizer, rows())]
+            results += [fsdp_jax.shard_map(lambda m, x: m(x))(model, rows())]
+            results += [model(rows()), nnx.grad(square)(model, rows())]
+            model.first.unshard()
+            results += [model(rows())]
+            model.first.reshard()
+            return results, nnx.state(model)
+
+    helpers.assert_trees_close(train(False), train(True))
+
+
+def test_a_platform_that_was_not_measured_has_the_default_ordering():
+    assert ordering_for("neuron") == fsdp_jax.Ordering()
