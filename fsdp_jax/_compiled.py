@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, get_opaque_trace_state
 
 from fsdp_jax._dependence import equations_inside
 
@@ -33,6 +33,27 @@ def compiled(f: Callable, **options: Any) -> Callable:
             return jitted(*args)
 
     return run
+
+
+def traces() -> Iterator[Any]:
+    """The traces that are going on, the innermost first.
+
+    JAX has no public way to ask. Without its private names there are none.
+    """
+    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
+def in_one(f: Callable) -> Callable:
+    """A function as part of the program being traced; if there is none, as its own.
+
+    Eagerly JAX differentiates no shard_map, and in one no `custom_vjp` that is told
+    what is not differentiated.
+    """
+    traced = any(getattr(t, "frame", None) is not None for t in traces())
+    return f if traced else compiled(f)
 
 
 _KEPT: OrderedDict[Hashable, Any] = OrderedDict()

@@ -113,7 +113,8 @@ def constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
     if AxisType.Explicit in target.mesh.axis_types:
         value = jax.sharding.reshard(value, on_device)
     else:
-        value = jax.lax.with_sharding_constraint(value, on_device)
+        with jax.disable_jit(False):  # under it an eager one does nothing
+            value = jax.lax.with_sharding_constraint(value, on_device)
     return to_rest(value, target.memory_kind)
 
 

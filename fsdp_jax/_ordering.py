@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.ref import AbstractRef
 
+from fsdp_jax._compiled import traces
 from fsdp_jax._move import is_away
 
 Array = jax.Array
@@ -296,34 +297,17 @@ _CHECKPOINT = "checkpoint / remat"
 _LOOPS = ("scan", "while_body", "fori_loop")
 
 
-def in_program() -> bool:
-    """Whether the code being traced becomes part of a program, as under `jax.jit`.
-
-    Else values are traced to differentiate operations that run one by one. Asked as in
-    `in_checkpoint`; unknown, the answer is False.
-    """
-    return any(getattr(t, "frame", None) is not None for t in _traces())
-
-
-def _traces() -> Iterator[Any]:
-    """The traces that are going on, the innermost first."""
-    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
-    while trace is not None:
-        yield trace
-        trace = getattr(trace, "parent_trace", None)
-
-
 def in_checkpoint() -> bool:
     """Whether the code being traced runs inside of `jax.checkpoint` or `nnx.remat`.
 
     A loop inside of the checkpoint does not count: its recomputation would save what
     every iteration gathers, the whole stack.
 
-    JAX has no public way to ask. Its traces say what they were made for, under private
-    names; tests/test_remat.py pins them. Without them the answer is False, and a block
-    inside of a checkpoint is gathered twice in backward instead of once.
+    Traces say what they were made for under private names; tests/test_remat.py pins
+    them. Without them the answer is False, and a block inside of a checkpoint is
+    gathered twice in backward instead of once.
     """
-    for trace in _traces():
+    for trace in traces():
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         made_for = getattr(info, "traced_for", None)
         if made_for == _CHECKPOINT or made_for in _LOOPS:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
-from fsdp_jax._compiled import compiled, run_kept
+from fsdp_jax._compiled import in_one, run_kept
 from fsdp_jax._divergence import run_agreed
 from fsdp_jax._evaluate import evaluate
 from fsdp_jax._join import as_spec, differ_between_devices
@@ -181,9 +181,7 @@ def execute(program: Program, inputs: list[Any]) -> Any:
     if not any(isinstance(x, Tracer) for x in inputs):
         with noting_hidden_tracers():
             return run_kept(run, inputs, program.mesh)
-    if _ordering.in_program():
-        return run(inputs)
-    return compiled(run)(inputs)  # eagerly JAX cannot differentiate a shard_map
+    return in_one(run)(inputs)
 
 
 def _device_program(program: Program, inputs: list[Array]) -> Any:

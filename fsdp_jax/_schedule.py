@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fsdp_jax._collectives import gather_group, on_devices, scatter_group
 from fsdp_jax._comm import GroupComm, Static, small_members
+from fsdp_jax._compiled import in_one
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._evaluate import Asking, evaluate
 from fsdp_jax._gather import (
@@ -272,7 +273,7 @@ def run_regathered(
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), sinks, list(others), waits)
+    return in_one(run)(list(shards), sinks, list(others), waits)
 
 
 def trace_forward(
