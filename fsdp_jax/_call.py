@@ -76,7 +76,7 @@ def _window(module: Any, group: ParamGroup, full: list[Any]) -> Iterator[None]:
         for path, m in inner:
             set_state(m, inside=True, path=f"{own}.{path}" if own else path)
         try:
-            with as_linen_expects(module):
+            with as_linen_expects(module), jax.named_scope(f"module:{own or '(root)'}"):
                 yield
         finally:
             set_state(module, window=False)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, get_opaque_trace_state
 
+from fsdp_jax._culprit import bad_kind
 from fsdp_jax._dependence import equations_inside
 
 
@@ -65,7 +66,12 @@ _OF_PYTHON = ("pure_callback", "custom_partitioning", "ffi_call")
 _CALLS_PYTHON = re.compile(r"custom_call @\w*(callback|CustomSPMDPartitioning)")
 
 
-def run_kept(f: Callable, inputs: list[Any], key: Hashable) -> Any:
+def run_kept(
+    f: Callable,
+    inputs: list[Any],
+    key: Hashable,
+    on_bad: Callable[[str], None] = lambda kind: None,
+) -> Any:
     """Trace a function of arrays, and run it; compiled only if it was not before.
 
     It is traced anew in every call, because it may read values that are not arguments.
@@ -76,6 +82,8 @@ def run_kept(f: Callable, inputs: list[Any], key: Hashable) -> Any:
         f: function of a list of concrete arrays.
         inputs: the arrays.
         key: what besides the text tells programs apart.
+        on_bad: called where `jax_debug_nans` or `jax_debug_infs` asks for it, with what
+            the results hold: `"nan"` or `"inf"`.
     """
     with jax.disable_jit(False):
         # keep_unused: programs that differ in what they ignore must not look alike.
@@ -90,7 +98,10 @@ def run_kept(f: Callable, inputs: list[Any], key: Hashable) -> Any:
             _KEPT[key] = program
             if len(_KEPT) > _MAX_KEPT:
                 _KEPT.popitem(last=False)
-        results = jax.tree.leaves(program(inputs))
+        with jax.debug_nans(False), jax.debug_infs(False):  # its error is internal
+            results = jax.tree.leaves(program(inputs))
+    if kind := bad_kind(results):
+        on_bad(kind)
     return jax.tree.unflatten(lowered.out_tree, results)
 
 

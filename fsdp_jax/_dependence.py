@@ -124,7 +124,7 @@ def _loop_depends_on(
     eqn: JaxprEqn, ins: list[bool], decide: Any, look: Look
 ) -> list[bool]:
     """The same for a scan: its carry is marked if any iteration marks it."""
-    body, carry = eqn.params["jaxpr"], _carry_of(eqn)
+    body, carry = eqn.params["jaxpr"], carry_of(eqn)
     look = functools.partial(look, inside=True)
     while True:
         outs = depends_on(body, ins, decide, True, look)
@@ -134,7 +134,7 @@ def _loop_depends_on(
         ins = [*ins[: carry.start], *now, *ins[carry.stop :]]
 
 
-def _carry_of(eqn: JaxprEqn) -> slice:
+def carry_of(eqn: JaxprEqn) -> slice:
     """The inputs of a scan that are its carry; its constants come before."""
     body = eqn.params["jaxpr"]
     # By shapes, as the names of the parameters changed (jax 0.12): what is sliced or
@@ -202,7 +202,7 @@ def _added_by(eqn: JaxprEqn, ins: list[int]) -> list[int]:
 
 def _added_in_loop(eqn: JaxprEqn, ins: list[int]) -> list[int]:
     """The same for a scan: what every iteration adds to is added to."""
-    body, carry = eqn.params["jaxpr"], _carry_of(eqn)
+    body, carry = eqn.params["jaxpr"], carry_of(eqn)
     ins = [*ins[: carry.stop], *[OTHER if i else FREE for i in ins[carry.stop :]]]
     while True:
         outs = added_to(body, ins)

@@ -26,7 +26,7 @@ from fsdp_jax._dependence import (
     equations_inside,
     has_rule,
 )
-from fsdp_jax._evaluate import evaluate
+from fsdp_jax._evaluate import bind, evaluate
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import is_away, to_rest
 from fsdp_jax._policies import PINNED_HOST
@@ -137,12 +137,12 @@ def run_agreed(
 
     def agree(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         if id(eqn) not in divergent:
-            return values
+            return bind(eqn, values)
         own = jnp.asarray(values[0], jnp.int32)
         total = sum_over_devices(own, mesh, "condition")
         differ.append(own * mesh.num_devices != total)
         agreed = (total // mesh.num_devices).astype(jnp.asarray(values[0]).dtype)
-        return [agreed, *values[1:]]
+        return bind(eqn, [agreed, *values[1:]])
 
     def into(eqn: JaxprEqn) -> bool:
         called: Any = callee_of(eqn)
@@ -152,7 +152,7 @@ def run_agreed(
             raise ValueError(found)
         return found is not None
 
-    results = evaluate(closed, args, into=into, change=agree)
+    results = evaluate(closed, args, into=into, apply=agree)
     some = functools.reduce(jnp.logical_or, differ, jnp.zeros((), bool))
     wrong = sum_over_devices(some.astype(jnp.int32), mesh, "condition") > 0
 

@@ -94,7 +94,7 @@ def evaluate(
     wanted: Sequence[bool] | None = None,
     known: Mapping[Var, Any] = MappingProxyType({}),
     into: Callable[[JaxprEqn], bool] = lambda eqn: False,
-    change: Callable[[JaxprEqn, list[Any]], list[Any]] = lambda eqn, values: values,
+    apply: Callable[[JaxprEqn, list[Any]], list[Any]] | None = None,
 ) -> list[Any]:
     """Evaluate a traced program, as it is or part of it.
 
@@ -107,8 +107,8 @@ def evaluate(
         known: with `wanted`: values of variables on the way, not computed again.
         into: says of a call whether to evaluate what it calls in its place. Then a rule
             for its derivative is lost, and a checkpoint undone.
-        change: given an equation and its inputs, returns inputs to apply it to. Not
-            asked of calls that are looked into.
+        apply: applies an equation to its inputs, in place of `bind`. Not asked of calls
+            that are looked into.
 
     Returns:
         The outputs, or the wanted ones, in order.
@@ -126,11 +126,11 @@ def evaluate(
         if callee and (sliced or into(eqn)):
             outs = outs if sliced else None
             with _named(eqn):
-                results = evaluate(callee, inputs, outs, into=into, change=change)
+                results = evaluate(callee, inputs, outs, into=into, apply=apply)
             outputs = zip(eqn.outvars, outs or [True] * len(eqn.outvars))
             values.write([v for v, o in outputs if o], results)
         else:
-            values.write(eqn.outvars, _bind(eqn, change(eqn, inputs)))
+            values.write(eqn.outvars, (apply or bind)(eqn, inputs))
     return values.outputs(wanted)
 
 
@@ -150,7 +150,7 @@ def _named(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def _bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Apply one equation."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with _named(eqn), eqn.ctx.manager:
@@ -247,9 +247,9 @@ class Asking:
                 arrived, besides = ask(self._asked[v], values.read(step.besides))
                 values.write([v, *step.besides], [arrived, *besides])
             for eqn in step.before:
-                values.write(eqn.outvars, _bind(eqn, values.read(eqn.invars)))
+                values.write(eqn.outvars, bind(eqn, values.read(eqn.invars)))
             if step.eqn is not None:
-                results = _bind(step.eqn, values.read(step.eqn.invars))
+                results = bind(step.eqn, values.read(step.eqn.invars))
                 for v in step.asks:
                     results = done(self._asked[v], results)
                 values.write(step.eqn.outvars, results)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
-from fsdp_jax._compiled import in_one, run_kept
+from fsdp_jax._compiled import compiled, in_one, run_kept
+from fsdp_jax._culprit import raise_found, watched
 from fsdp_jax._divergence import run_agreed
 from fsdp_jax._evaluate import evaluate
 from fsdp_jax._join import as_spec, differ_between_devices
@@ -143,20 +145,26 @@ class Note:
 
 
 def _sharded(program: Program, inputs: list[Any]) -> Any:
+    run = functools.partial(_device_program, program)
+    specs = program.out_kinds, PartitionSpec()
+    results, static = _mapped(program, run, specs)(inputs)
+    return _at_rest(program, static.value, results), static
+
+
+def _mapped(program: Program, run: Callable, out_specs: Any) -> Callable:
+    """A function of one device's arrays as one of the program's inputs."""
     mesh = program.mesh
     mapped = jax.shard_map(
-        functools.partial(_device_program, program),
+        run,
         mesh=mesh.mesh,
         in_specs=(list(program.in_specs),),
-        out_specs=(program.out_kinds, PartitionSpec()),
+        out_specs=out_specs,
         axis_names=set(mesh.data_axes),
         check_vma=False,
     )
-    entered = [
-        _blocks.enter_program(x, p) for x, p in zip(inputs, program.params, strict=True)
-    ]
-    results, static = mapped(entered)
-    return _at_rest(program, static.value, results), static
+    return lambda inputs: mapped(
+        [_blocks.enter_program(x, p) for x, p in zip(inputs, program.params, strict=True)]
+    )
 
 
 def _at_rest(program: Program, note: Note, results: Any) -> Any:
@@ -180,12 +188,44 @@ def execute(program: Program, inputs: list[Any]) -> Any:
     run = functools.partial(_sharded, program)
     if not any(isinstance(x, Tracer) for x in inputs):
         with noting_hidden_tracers():
-            return run_kept(run, inputs, program.mesh)
+            return run_kept(
+                run, inputs, program.mesh, functools.partial(_refuse, program, inputs)
+            )
     return in_one(run)(inputs)
 
 
-def _device_program(program: Program, inputs: list[Array]) -> Any:
-    """Trace the local program, see what differs between devices, join accordingly."""
+def _refuse(program: Program, inputs: list[Array], kind: str) -> None:
+    """Raise for bad numbers, and say where they come from."""
+
+    def find(kind: str) -> str | None:
+        places: list[str] = []
+
+        def watch(inputs: list[Array]) -> Array:
+            closed, held, divergent, *_ = _traced(program, inputs)
+            if divergent:
+                return jnp.zeros(0, bool)
+            places[:], flags = watched(closed, held, kind)
+            return flags[None]
+
+        def run(inputs: list[Array]) -> Array:
+            return _mapped(program, watch, program.mesh.data_spec())(inputs)
+
+        if jax.process_count() > 1:  # others may have found nothing
+            return None
+        with jax.debug_nans(False), jax.debug_infs(False):
+            flags = np.asarray(compiled(run)(inputs)).any(0)
+        return next((p for p, bad in zip(places, flags) if bad), None)
+
+    raise_found(program.call.request.who, kind, find)
+
+
+def _traced(program: Program, inputs: list[Array]) -> Any:
+    """Trace the local program, and see what differs between devices.
+
+    Returns:
+        The traced program; its inputs; the conditions that devices have to agree on;
+        which results differ; outcome, and stages of the gradients.
+    """
     found: list[tuple[Outcome, list[tuple[int, str]]]] = []
 
     def local(inputs):
@@ -202,6 +242,12 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     differs, divergent = differ_between_devices(
         program.call.request, program.mesh, closed, program.in_specs
     )
+    return closed, held, divergent, differs, outcome, stages
+
+
+def _device_program(program: Program, inputs: list[Array]) -> Any:
+    """Run the local program, and join its results accordingly."""
+    closed, held, divergent, differs, outcome, stages = _traced(program, inputs)
     if divergent:
         flat = run_agreed(closed, held, divergent, program.mesh)
     else:

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 from jax.extend import source_info_util
 
 from fsdp_jax._dependence import equations_inside, is_plain
-from fsdp_jax._evaluate import Asking, evaluate
+from fsdp_jax._evaluate import Asking, bind, evaluate
 
 P = jnp.arange(1.0, 7.0).reshape(2, 3)
 X = jnp.arange(1.0, 13.0).reshape(3, 4) / 7
@@ -186,9 +186,11 @@ def test_a_call_is_looked_into_where_it_is_said_so():
     closed = jax.make_jaxpr(KINDS["jit"])(P, X)
 
     def twice(eqn, values):
-        return [2 * v if eqn.primitive.name == "dot_general" else v for v in values]
+        return bind(
+            eqn, [2 * v if eqn.primitive.name == "dot_general" else v for v in values]
+        )
 
-    got = evaluate(closed, [P, X], into=is_plain, change=twice)
+    got = evaluate(closed, [P, X], into=is_plain, apply=twice)
     np.testing.assert_allclose(got[0], 4 * P @ X, rtol=1e-6)
     run = jax.make_jaxpr(lambda p, x: evaluate(closed, [p, x], into=is_plain))(P, X)
     names = [eqn.primitive.name for eqn in run.jaxpr.eqns]

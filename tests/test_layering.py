@@ -22,6 +22,7 @@ ORDER = [
     "_layout",
     "_dependence",
     "_evaluate",
+    "_culprit",
     "_compiled",
     "_move",
     "_forward_mode",
