@@ -61,7 +61,13 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
                 run = _call_traced
             else:
                 run = _call_eager
-            output = run(module, group, function, args, kwargs)
+            try:
+                output = run(module, group, function, args, kwargs)
+            except FloatingPointError as error:  # of jax_debug_nans
+                if ", in module " not in str(error):
+                    text = f"{error}, in module {state.path or 'the root'!r}"
+                    error.args = (text,)
+                raise
     return _precision.cast_outputs(output, state.mp_policy.output_dtype)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, get_opaque_trace_state
 
@@ -143,7 +144,7 @@ def _constants(programs: Any) -> Iterator[Any]:
 def _contents(constant: Any) -> Hashable:
     sharding = getattr(constant, "sharding", None)
     dtype = getattr(constant, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         constant = jax.random.key_data(constant)
     array = np.asarray(constant)
     digest = hashlib.sha256(array.tobytes()).digest()

@@ -23,6 +23,14 @@ Array = jax.Array
 _PATH = re.compile(r"(?:module|fsdp:\w+):([^/()\s]+|\(root\))")
 
 
+_TESTS = {"nan": np.isnan, "inf": np.isinf}
+
+
+def looks_for_bad() -> list[str]:
+    """What `jax_debug_nans` and `jax_debug_infs` ask to look for."""
+    return [kind for kind in _TESTS if getattr(jax.config, f"jax_debug_{kind}s")]
+
+
 def is_bad(x: Any, kind: str) -> Any:
     """Whether an array holds a number that is none: `"nan"` or `"inf"`."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -32,15 +40,14 @@ def is_bad(x: Any, kind: str) -> Any:
 
 
 def bad_kind(results: Any) -> str | None:
-    """What JAX was asked to look for and the results hold: `"nan"`, `"inf"`, or None."""
-    tests = {"nan": np.isnan, "inf": np.isinf}
-    asked = [k for k in tests if getattr(jax.config, f"jax_debug_{k}s")]
+    """What JAX is to look for and the results hold: `"nan"`, `"inf"`, or None."""
+    asked = looks_for_bad()
     for leaf in jax.tree.leaves(results) if asked else ():
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             for shard in leaf.addressable_shards:
                 values = np.asarray(shard.data)
                 for kind in asked:
-                    if tests[kind](values).any():
+                    if _TESTS[kind](values).any():
                         return kind
     return None
 
@@ -82,7 +89,9 @@ def _watched(closed: ClosedJaxpr, args: Sequence[Any], kind: str, outside: str) 
         results = bind(eqn, values)
         places.append(_place(eqn, names))
         arrays = [x for x in results if hasattr(x, "dtype")]
-        flags.append(jnp.stack([is_bad(x, kind) for x in arrays] or [False]).any()[None])
+        flags.append(
+            jnp.stack([is_bad(x, kind) for x in arrays] or [False]).any()[None]
+        )
         return results
 
     results = evaluate(closed, args, into=lambda eqn: True, apply=apply)

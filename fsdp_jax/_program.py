@@ -22,7 +22,7 @@ from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._compiled import compiled, in_one, run_kept
-from fsdp_jax._culprit import raise_found, watched
+from fsdp_jax._culprit import looks_for_bad, raise_found, watched
 from fsdp_jax._divergence import run_agreed
 from fsdp_jax._evaluate import evaluate
 from fsdp_jax._join import as_spec, differ_between_devices
@@ -163,7 +163,10 @@ def _mapped(program: Program, run: Callable, out_specs: Any) -> Callable:
         check_vma=False,
     )
     return lambda inputs: mapped(
-        [_blocks.enter_program(x, p) for x, p in zip(inputs, program.params, strict=True)]
+        [
+            _blocks.enter_program(x, p)
+            for x, p in zip(inputs, program.params, strict=True)
+        ]
     )
 
 
@@ -188,9 +191,13 @@ def execute(program: Program, inputs: list[Any]) -> Any:
     run = functools.partial(_sharded, program)
     if not any(isinstance(x, Tracer) for x in inputs):
         with noting_hidden_tracers():
-            return run_kept(
-                run, inputs, program.mesh, functools.partial(_refuse, program, inputs)
-            )
+            refuse = functools.partial(_refuse, program, inputs)
+            return run_kept(run, inputs, program.mesh, refuse)
+    if looks_for_bad():
+        # What JAX does eagerly about a bad number ends in an error of another kind.
+        values = [jax.lax.stop_gradient(x) for x in inputs]
+        if not any(isinstance(x, Tracer) for x in values):
+            execute(program, values)
     return in_one(run)(inputs)
 
 
@@ -213,7 +220,7 @@ def _refuse(program: Program, inputs: list[Array], kind: str) -> None:
         if jax.process_count() > 1:  # others may have found nothing
             return None
         with jax.debug_nans(False), jax.debug_infs(False):
-            flags = np.asarray(compiled(run)(inputs)).any(0)
+            flags = np.any(np.asarray(compiled(run)(inputs)), axis=0).tolist()
         return next((p for p, bad in zip(places, flags) if bad), None)
 
     raise_found(program.call.request.who, kind, find)

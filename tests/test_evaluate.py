@@ -1,4 +1,4 @@
-"""A traced program that is evaluated again stays the same, one kind of equation each."""
+"""Evaluating a program again changes nothing: one kind of equation after the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +107,6 @@ def again(closed: Any, way: str) -> Any:
 
     def run(p, x):
         if way == "asking":
-            values = P, X
             program = Asking(closed, [0, 1])
             return program([p, x], lambda i, b: ((p, x)[i], b), lambda i, r: r)
         wanted = [True] * len(values_of) if way == "wanted" else None

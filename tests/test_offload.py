@@ -163,13 +163,14 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 def sum_of_gradients() -> optax.GradientTransformation:
     """A state that is a list at first and a tuple from then on."""
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        total = jax.tree.map(jnp.add, state[1], grads)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        total = jax.tree.map(jnp.add, state[1], updates)
         return jax.tree.map(lambda g: -g / 8, total), (state[0] + 1, total)
 
-    return optax.GradientTransformation(
-        lambda p: [jnp.zeros(()), jax.tree.map(jnp.zeros_like, p)], update
-    )
+    def init(params: Any) -> Any:
+        return [jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)]
+
+    return optax.GradientTransformation(init, update)
 
 
 BASES: dict[Any, Any] = {}

@@ -43,7 +43,9 @@ def mesh() -> Mesh:
     return helpers.mesh_of(DEVICES)
 
 
-def sharded(mesh: Mesh, between: Callable[..., jax.Array] = jnp.tanh, **kwargs) -> Any:
+def sharded(
+    mesh: Mesh, between: Callable[..., jax.Array] = jnp.tanh, **kwargs: Any
+) -> Any:
     model = Net(between)
     fully_shard([model.first, model.last], mesh=mesh, **kwargs)
     return fully_shard(model, mesh=mesh, **kwargs)
@@ -97,17 +99,18 @@ def test_a_rule_is_kept_where_devices_agree_on_a_condition(mesh, rule, where):
 
 @pytest.mark.parametrize("rule", [jax.custom_vjp, jax.custom_jvp])
 def test_a_condition_that_may_differ_inside_of_a_rule_is_refused(mesh, rule):
-    @rule
-    def branch(x, kernel):
-        return jax.lax.cond(
-            x.sum() > 0, lambda x: x * jax.lax.psum(x, "fsdp"), jnp.sin, x
-        )
+    def there(x: jax.Array) -> jax.Array:
+        return x * jax.lax.psum(x, "fsdp")
 
+    def plain(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x.sum() > 0, there, jnp.sin, x)
+
+    branch: Any = rule(plain)
     if rule is jax.custom_vjp:
-        branch.defvjp(lambda *x: (branch(*x), None), lambda _, ct: (ct, None))
+        branch.defvjp(lambda x: (branch(x), None), lambda _, ct: (ct,))
     else:
         branch.defjvp(lambda x, t: (branch(*x), t[0]))
-    forward = fsdp_jax.shard_map(lambda m, x: branch(m(x), 1.0))
+    forward = fsdp_jax.shard_map(lambda m, x: branch(m(x)))
     with pytest.raises(ValueError, match="cond or switch may differ.*pmax"):
         helpers.lowered_text(forward, sharded(mesh), rows())
 
@@ -216,16 +219,17 @@ jax.monitoring.register_event_duration_secs_listener(
     if event == "/jax/core/compile/backend_compile_duration"
     else None
 )
-model = fsdp_jax.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
+linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+model = fsdp_jax.fully_shard(linear, mesh=helpers.mesh_of(2))
 x, means = jnp.ones((2, 8)), []
 for value in (1.0, 1.0, 3.0, 1.0, 3.0):
     table = np.full(8, value, np.float32)
     shift = jnp.arange(8.0) * value
     compiles.append("call")
-    means.append(
-        float(fsdp_jax.shard_map(lambda m, x: jnp.sum((m(x) * 0 + 1) * table + shift))(model, x))
-    )
-calls = "".join("c" if c == "call" else "." for c in compiles[compiles.index("call") :])
+    def f(m, x):
+        return jnp.sum((m(x) * 0 + 1) * table + shift)
+    means.append(float(fsdp_jax.shard_map(f)(model, x)))
+calls = "".join("c" if c == "call" else "." for c in compiles)
 print(means, [bool(c) for c in calls.split("c")[1:]])
 """
 
@@ -257,7 +261,7 @@ def test_eager_gradients_from_outside_equal_jitted_ones(mesh, what):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_without_jit_the_numbers_are_the_same(mesh, offload):
-    policy = {"offload_policy": fsdp_jax.CPUOffloadPolicy()} if offload else {}
+    policy: Any = {"offload_policy": fsdp_jax.CPUOffloadPolicy()} if offload else {}
 
     def train(jits: bool) -> Any:
         with jax.disable_jit(not jits):
