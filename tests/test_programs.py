@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import fsdp_jax
 from fsdp_jax import fully_shard
@@ -257,6 +257,26 @@ def test_eager_gradients_from_outside_equal_jitted_ones(mesh, what):
     grad = nnx.value_and_grad(loss, argnums=(0, 1))
     model = sharded(mesh)
     helpers.assert_trees_close(grad(model, rows()), nnx.jit(grad)(model, rows()))
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_users_own_shard_map_runs_eagerly(mesh, free):
+    graphdef, state = nnx.split(sharded(mesh, reshard_after_forward=free))
+    specs = jax.tree.map(lambda p: p.sharding.spec, state)
+
+    def gradients(state: Any, x: jax.Array) -> Any:
+        return jax.grad(lambda s: square(nnx.merge(graphdef, s), x))(state)
+
+    step = jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec("fsdp")),
+        out_specs=specs,
+        check_vma=False,
+    )
+    want = jax.tree.leaves(jax.jit(step)(state, rows()))
+    for got, expected in zip(jax.tree.leaves(step(state, rows())), want, strict=True):
+        np.testing.assert_allclose(got, expected, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("offload", [False, True])
