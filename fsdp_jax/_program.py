@@ -210,7 +210,7 @@ def _refuse(program: Program, inputs: list[Array], kind: str) -> None:
         def watch(inputs: list[Array]) -> Array:
             closed, held, divergent, *_ = _traced(program, inputs)
             if divergent:
-                return jnp.zeros(0, bool)
+                return jnp.zeros((1, 0), bool)
             places[:], flags = watched(closed, held, kind)
             return flags[None]
 
