@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax._dependence import equations_inside
+from fsdp_jax._callees import equations_inside
 
 _LIBRARIES = tuple(str(Path(str(m.__file__)).parent) for m in (jax, flax))
 _OWN = (*_LIBRARIES, str(Path(__file__).parent), contextlib.__file__)

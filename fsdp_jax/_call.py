@@ -61,17 +61,33 @@ def call(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
             output = function(module, *args, **kwargs)
         else:
             check_concrete(module, f"{class_name(module)} was called")
-            if state.mesh.per_device():
-                output = _call_per_device(module, function, args, kwargs)
-            elif state.inside:  # the copy of an enclosing call
-                output = _call_global(module, function, args, kwargs)
-            else:
+            if not state.inside and not state.mesh.per_device():
                 warn_of_new_params(module, stacklevel=3)
-                with private_copy(module) as private:
-                    given = private.inward((args, kwargs))
-                    output = _call_global(private.module, function, *given)
-                    output = private.outward(output)
+            with _naming_bad_numbers(state.path):
+                output = _run(module, function, args, kwargs)
     return _precision.cast_outputs(output, state.mp_policy.output_dtype)
+
+
+def _run(module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
+    state = state_of(module)
+    if state.mesh.per_device():
+        return _call_per_device(module, function, args, kwargs)
+    if state.inside:  # the copy of an enclosing call
+        return _call_global(module, function, args, kwargs)
+    with private_copy(module) as private:
+        given = private.inward((args, kwargs))
+        return private.outward(_call_global(private.module, function, *given))
+
+
+@contextmanager
+def _naming_bad_numbers(path: str) -> Iterator[None]:
+    """Say in the error of jax_debug_nans which module it is about."""
+    try:
+        yield
+    except FloatingPointError as error:
+        if ", in module " not in str(error):
+            error.args = (f"{error}, in module {path or 'the root'!r}",)
+        raise
 
 
 @contextmanager
@@ -85,7 +101,7 @@ def _window(module: Any, group: ParamGroup, full: list[Any]) -> Iterator[None]:
         for path, m in inner:
             set_state(m, inside=True, path=f"{own}.{path}" if own else path)
         try:
-            with as_linen_expects(module):
+            with as_linen_expects(module), jax.named_scope(f"module:{own or '(root)'}"):
                 yield
         finally:
             set_state(module, window=False)

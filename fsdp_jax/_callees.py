@@ -11,12 +11,11 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-# Call-like primitives whose body is looked into: an einsum, or a user's jitted helper,
-# mixes parameters and activations behind one equation.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
+# Calls that are no more than their body: an einsum, or a user's jitted helper, mixes
+# parameters and activations behind one equation.
+_PLAIN = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+# Calls that say how their body is differentiated.
+_RULED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "checkpoint": "jaxpr",
@@ -36,7 +35,7 @@ def _of_higher(primitive: Any) -> Any:
 
 def callee_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that a call-like equation runs, None for any other equation."""
-    key = _CALLS.get(eqn.primitive.name)
+    key = (_PLAIN | _RULED).get(eqn.primitive.name)
     if key is not None:
         callee = eqn.params[key]
     elif _HIGHER in eqn.params:
@@ -47,6 +46,18 @@ def callee_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
         callee = ClosedJaxpr(callee, ())
     known = callee is not None and len(callee.jaxpr.invars) == len(eqn.invars)
     return callee if known or key is not None else None
+
+
+def is_plain(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a call that can be replaced by what it calls."""
+    return eqn.primitive.name in _PLAIN
+
+
+def has_rule(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a call with derivatives of its own."""
+    if _HIGHER in eqn.params:
+        return getattr(eqn.params[_HIGHER], "traced", None) is not None
+    return eqn.primitive.name.startswith("custom_") and eqn.primitive.name in _RULED
 
 
 def equations_inside(params: Any) -> Iterator[JaxprEqn]:

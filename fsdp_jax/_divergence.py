@@ -7,8 +7,10 @@ agree. What must not: anything that knows of shards or groups.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +18,10 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from fsdp_jax._callees import callee_of, equations_inside, has_rule
 from fsdp_jax._collectives import sum_over_devices
-from fsdp_jax._dependence import Look, depends_on, equations_inside, evaluate
+from fsdp_jax._dependence import Look, depends_on
+from fsdp_jax._evaluate import bind, evaluate
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import is_away, to_rest
 from fsdp_jax._policies import PINNED_HOST
@@ -119,7 +123,8 @@ def run_agreed(
         mesh: mesh and the roles of its axes.
 
     Raises:
-        ValueError: there is no floating result to say so.
+        ValueError: there is no floating result to say so, or such a condition is in a
+            function with a derivative of its own, which it would lose.
     """
     if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in closed.out_avals):
         raise ValueError(next(iter(divergent.values())))
@@ -127,14 +132,22 @@ def run_agreed(
 
     def agree(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         if id(eqn) not in divergent:
-            return values
+            return bind(eqn, values)
         own = jnp.asarray(values[0], jnp.int32)
         total = sum_over_devices(own, mesh, "condition")
         differ.append(own * mesh.num_devices != total)
         agreed = (total // mesh.num_devices).astype(jnp.asarray(values[0]).dtype)
-        return [agreed, *values[1:]]
+        return bind(eqn, [agreed, *values[1:]])
 
-    results = [jnp.asarray(x) for x in evaluate(closed, args, before=agree)]
+    def into(eqn: JaxprEqn) -> bool:
+        called: Any = callee_of(eqn)
+        inside = equations_inside(called)
+        found = next((divergent[id(e)] for e in inside if id(e) in divergent), None)
+        if found is not None and has_rule(eqn) and not _is_own(called):
+            raise ValueError(found)
+        return found is not None
+
+    results = evaluate(closed, args, into=into, apply=agree)
     some = functools.reduce(jnp.logical_or, differ, jnp.zeros((), bool))
     wrong = sum_over_devices(some.astype(jnp.int32), mesh, "condition") > 0
 
@@ -146,6 +159,15 @@ def run_agreed(
         return to_rest(spoilt, PINNED_HOST) if is_away(x) else spoilt
 
     return [spoil(x) for x in results]
+
+
+def _is_own(called: ClosedJaxpr) -> bool:
+    """Whether a function with a derivative of its own is one of this library.
+
+    Their derivatives are those of what they compute, and only save memory.
+    """
+    source = called.jaxpr.debug_info.func_src_info
+    return f" at {Path(__file__).parent}{os.sep}" in source
 
 
 def _names(collectives: Sequence[JaxprEqn]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from jax.extend.core import ClosedJaxpr
 
-from fsdp_jax._dependence import equations_inside
+from fsdp_jax._callees import equations_inside
 
 # The linear part of a custom_vjp, in jax 0.10 to 0.12: reverse mode transposes it away,
 # forward mode leaves it in the program, which then cannot be compiled.

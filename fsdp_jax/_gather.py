@@ -17,8 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from fsdp_jax._collectives import gather_group, on_devices
 from fsdp_jax._comm import GroupComm, Static, cast_floating
+from fsdp_jax._compiled import in_one
 from fsdp_jax._cotangents import to_shards
-from fsdp_jax._dependence import Asking
+from fsdp_jax._evaluate import Asking
 from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
 
@@ -100,7 +101,7 @@ def gather_kept(
 
     gather = jax.custom_vjp(plain)
     gather.defvjp(forward, backward, symbolic_zeros=True)
-    return gather(list(shards), sinks, list(full), waits)
+    return in_one(gather)(list(shards), sinks, list(full), waits)
 
 
 def grad_dtypes(
@@ -136,7 +137,7 @@ def refuse_inner(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
 
     check = jax.custom_vjp(list)
     check.defvjp(forward, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
-    return check(list(shards))
+    return in_one(check)(list(shards))
 
 
 def perturbed(shards: Sequence[Any], sinks: Sequence[Any]) -> list[int]:

@@ -15,7 +15,9 @@ from jax.core import Tracer
 from jax.experimental import compute_on
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from fsdp_jax._dependence import evaluate, with_outputs
+from fsdp_jax._callees import is_plain
+from fsdp_jax._compiled import compiled
+from fsdp_jax._evaluate import evaluate, with_outputs
 from fsdp_jax._move import is_away
 from fsdp_jax._raw_reads import ELEMENTWISE
 
@@ -46,20 +48,35 @@ def on_host(tx: optax.GradientTransformation) -> optax.GradientTransformation:
             grads, state, params, extra = jax.tree.unflatten(treedef, leaves)
             results = tx.update(grads, state, params, **extra)
             out, notes["tree"] = jax.tree.flatten(results)
+            notes["updates"] = len(jax.tree.leaves(results[0]))
             return out
 
         notes: dict[str, Any] = {}
         avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
         closed = jax.make_jaxpr(flat)(*avals)
-        inlined = jax.make_jaxpr(lambda *xs: evaluate(closed, xs))(*avals)
-        given = jax.tree.unflatten(treedef, [is_away(x) for x in leaves])
-        away, tree = jax.tree.flatten(given[:2])  # an update and a state for each
-        if tree != notes["tree"]:
-            away = [False] * len(closed.out_avals)
+        inlined = jax.make_jaxpr(lambda *xs: evaluate(closed, xs, into=is_plain))(
+            *avals
+        )
+        grads, state, params, _ = jax.tree.unflatten(treedef, leaves)
+        at, out = notes["updates"], closed.out_avals
+        like = grads if params is None else params
+        away = _places(jax.tree.leaves(like), out[:at])
+        away += _places(jax.tree.leaves(state), out[at:])
         return jax.tree.unflatten(notes["tree"], _run(inlined, leaves, away))
 
-    jitted = jax.jit(run, static_argnums=1)
+    jitted = compiled(run, static_argnums=1)
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _places(before: Sequence[Array], after: Sequence[Any]) -> list[bool]:
+    """Whether each new array belongs into host memory: where the old one is.
+
+    By their order: a state may come back as a list for a tuple, and NNX makes a mapping
+    of either.
+    """
+    if [x.shape for x in before] != [getattr(x, "shape", None) for x in after]:
+        return [False] * len(after)
+    return [is_away(x) for x in before]
 
 
 def _run(closed: ClosedJaxpr, leaves: list[Array], away: list[bool]) -> list[Array]:
@@ -81,7 +98,9 @@ def _run(closed: ClosedJaxpr, leaves: list[Array], away: list[bool]) -> list[Arr
     if not all(_reduces(e) or _is_elementwise(e) for e in closed.jaxpr.eqns):
         results = evaluate(closed, to(device, leaves))
         return [to(host, [x])[0] if a else x for x, a in zip(results, away)]
-    known = evaluate(with_outputs(closed, scalars), to(device, leaves))
+    known = evaluate(
+        with_outputs(closed, scalars), to(device, leaves), [True] * len(scalars)
+    )
 
     def part(wanted: list[bool], args: Sequence[Array]) -> list[Array]:
         # As if they were on a device: in host memory they do not mix with constants.

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fsdp_jax._collectives import gather_group
 from fsdp_jax._comm import GroupComm, Static
+from fsdp_jax._compiled import in_one
 from fsdp_jax._cotangents import to_shards
 from fsdp_jax._gather import gather_kept, grad_dtypes, perturbed, sort_grads
 from fsdp_jax._move import is_away
@@ -171,7 +172,7 @@ def run_layers(
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), sinks, list(stacked), list(carry), list(consts))
+    return in_one(run)(list(shards), sinks, list(stacked), list(carry), list(consts))
 
 
 def _spread(arrays: list[Array], places: list[int], length: int) -> list[Array | None]:

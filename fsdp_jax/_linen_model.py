@@ -18,6 +18,7 @@ from flax.errors import ScopeParamShapeError
 from jax.core import Tracer
 
 from fsdp_jax import _collectives, _cotangents, _functional
+from fsdp_jax._compiled import compiled
 from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_program import infos_of, program_state
 from fsdp_jax._linen_units import READS, Box, Info, call_unit, intercept, unwrap, wrap
@@ -243,7 +244,7 @@ class ShardedModule:
         targets = places_of(shapes, self._infos, self._root.mesh)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((rngs, arrays))):
             return jax.tree.map(move, make(rngs, arrays), targets)
-        return jax.jit(make, out_shardings=targets)(rngs, arrays)
+        return compiled(make, out_shardings=targets)(rngs, arrays)
 
 
 def check_module(who: str, module: Any) -> None:

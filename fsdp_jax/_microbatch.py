@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from fsdp_jax import _loss
-from fsdp_jax._dependence import depends_on, evaluate
+from fsdp_jax._dependence import depends_on
+from fsdp_jax._evaluate import evaluate
 from fsdp_jax._move import memory_space
 from fsdp_jax._spec import dotted
 from fsdp_jax._user import Call, Outcome
@@ -81,9 +82,8 @@ class _Traced:
     inputs: Callable[[Parts, Mapping[int, Array], Any], list[Any]]
 
     def run(self, parts: Parts, state: Mapping[int, Array], counts: Any, wanted=None):
-        """The wanted results of one slice."""
-        results = evaluate(self.closed, self.inputs(parts, state, counts), wanted)
-        return [jnp.asarray(x) for x in results]  # a constant comes as a number
+        """The results of one slice, or the wanted ones without further effects."""
+        return evaluate(self.closed, self.inputs(parts, state, counts), wanted)
 
     def depends(self, marked: Callable[[int, bool], bool]) -> list[bool]:
         """Which results depend on marked inputs, which are known by the position of an

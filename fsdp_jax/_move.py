@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
+from fsdp_jax._compiled import compiled
 from fsdp_jax._layout import padded_shape
 from fsdp_jax._policies import PINNED_HOST
 
@@ -23,7 +24,7 @@ from fsdp_jax._policies import PINNED_HOST
 @functools.lru_cache(maxsize=256)
 def mover(targets: tuple[NamedSharding, ...]) -> Callable:
     """A compiled identity that puts arrays under shardings, one dispatch for all."""
-    return jax.jit(lambda *xs: xs, out_shardings=targets)
+    return compiled(lambda *xs: xs, out_shardings=targets)
 
 
 def move(value: Any, target: NamedSharding) -> Any:
@@ -112,7 +113,8 @@ def constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
     if AxisType.Explicit in target.mesh.axis_types:
         value = jax.sharding.reshard(value, on_device)
     else:
-        value = jax.lax.with_sharding_constraint(value, on_device)
+        with jax.disable_jit(False):  # under it an eager one does nothing
+            value = jax.lax.with_sharding_constraint(value, on_device)
     return to_rest(value, target.memory_kind)
 
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from fsdp_jax import _collectives, _functional
+from fsdp_jax._compiled import compiled
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import is_away
@@ -150,7 +151,7 @@ def _norm(
     return jnp.sqrt(total)
 
 
-_compiled = jax.jit(_norm, static_argnums=(1, 2, 3))
+_compiled = compiled(_norm, static_argnums=(1, 2, 3))
 
 
 def _square(x: Array) -> Array:

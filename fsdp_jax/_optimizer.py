@@ -6,15 +6,18 @@ What must not live here: how an update is computed, which is optax's and NNX's.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
 
 from fsdp_jax import _batch, _functional
+from fsdp_jax._dependence import depends_on
 from fsdp_jax._host_update import on_host
 from fsdp_jax._managed import spec_of
 from fsdp_jax._moments import as_full, settle_moment
@@ -160,7 +163,8 @@ def init_elsewhere(tx: optax.GradientTransformation) -> optax.GradientTransforma
 
     Where a process has one device only: there JAX (0.10.2 to 0.12) cannot make zeros
     like an array in host memory. They are made in the memory of the CPU backend,
-    else in device memory.
+    else in device memory. And in device memory where `init` computes with parameters:
+    in host memory they do not mix with constants.
     """
 
     def away(x: Any) -> Any:
@@ -170,9 +174,10 @@ def init_elsewhere(tx: optax.GradientTransformation) -> optax.GradientTransforma
 
     def init(params: Any) -> Any:
         leaves = list(filter(away, jax.tree.leaves(params)))
-        if not leaves or len(leaves[0].sharding.addressable_devices) > 1:
+        alone = leaves and len(leaves[0].sharding.addressable_devices) == 1
+        if not leaves or not (alone or _computes(tx.init, params)):
             return tx.init(params)
-        if all(x.is_fully_addressable for x in leaves):
+        if alone and all(x.is_fully_addressable for x in leaves):
             with contextlib.suppress(RuntimeError):  # there may be no such backend
                 cpu = jax.local_devices(backend="cpu")[0]
                 with jax.default_device(cpu):
@@ -182,6 +187,30 @@ def init_elsewhere(tx: optax.GradientTransformation) -> optax.GradientTransforma
         return tx.init(jax.tree.map(lambda x: next(moved) if away(x) else x, params))
 
     return optax.GradientTransformation(init, tx.update)
+
+
+def _computes(init: Callable, params: Any) -> bool:
+    """Whether an `init` does more with parameters than copying or casting them."""
+    leaves, treedef = jax.tree.flatten(params)
+    avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+    def flat(*leaves: Any) -> Any:
+        return jax.tree.leaves(init(jax.tree.unflatten(treedef, leaves)))
+
+    try:
+        closed = jax.make_jaxpr(flat)(*avals)
+    except jax.errors.JAXTypeError:  # it looks at values
+        return True
+    found = []
+
+    def look(eqn: Any, ins: Sequence[bool], inside: bool = False) -> None:
+        found.append(any(ins) and eqn.primitive.name not in _COPIES)
+
+    depends_on(closed, [True] * len(leaves), look=look)
+    return any(found)
+
+
+_COPIES = ("copy", "copy_p", "convert_element_type", "jit", "pjit")
 
 
 def _on_shapes(tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.ref import AbstractRef
 
+from fsdp_jax._compiled import traces
 from fsdp_jax._move import is_away
 
 Array = jax.Array
@@ -87,8 +88,12 @@ ORDERINGS = {
 
 
 def ordering_for(platform: str) -> Ordering:
-    """The measured ordering of a platform, as a device of it names the platform."""
-    return ORDERINGS["gpu" if platform in ("cuda", "rocm") else platform]
+    """The measured ordering of a platform, as a device of it names the platform.
+
+    Of one that was not measured: the default.
+    """
+    name = "gpu" if platform in ("cuda", "rocm") else platform
+    return ORDERINGS.get(name, Ordering())
 
 
 # TPU v5e overlaps its gathers with compute as it is. v5p and v6e need their SparseCores
@@ -299,15 +304,13 @@ def in_checkpoint() -> bool:
     A loop inside of the checkpoint does not count: its recomputation would save what
     every iteration gathers, the whole stack.
 
-    JAX has no public way to ask. Its traces say what they were made for, under private
-    names; tests/test_remat.py pins them. Without them the answer is False, and a block
-    inside of a checkpoint is gathered twice in backward instead of once.
+    Traces say what they were made for under private names; tests/test_remat.py pins
+    them. Without them the answer is False, and a block inside of a checkpoint is
+    gathered twice in backward instead of once.
     """
-    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
-    while trace is not None:
+    for trace in traces():
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         made_for = getattr(info, "traced_for", None)
         if made_for in (_CHECKPOINT, _REMAT3, *_LOOPS):
             return made_for not in _LOOPS
-        trace = getattr(trace, "parent_trace", None)
     return False

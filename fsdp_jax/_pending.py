@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _functional
+from fsdp_jax._compiled import compiled
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
@@ -225,4 +226,4 @@ def _synchronizer(mesh, reductions, given, wanted):
         done = mapped(entered)
         return [e.leave(x, REDUCED, mesh) for e, x in zip(wanted, done, strict=True)]
 
-    return jax.jit(synchronize)
+    return compiled(synchronize)

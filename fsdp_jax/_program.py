@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import (
@@ -32,7 +31,10 @@ from fsdp_jax import (
 )
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
+from fsdp_jax._compiled import compiled, in_one, run_kept
+from fsdp_jax._culprit import looks_for_bad, raise_found, watched
 from fsdp_jax._divergence import run_agreed
+from fsdp_jax._evaluate import evaluate
 from fsdp_jax._join import as_spec, differ_between_devices
 from fsdp_jax._local import Local
 from fsdp_jax._mesh import MeshInfo
@@ -165,20 +167,29 @@ class Note:
 
 
 def _sharded(program: Program, inputs: list[Any]) -> Any:
+    run = functools.partial(_device_program, program)
+    specs = program.out_kinds, PartitionSpec()
+    results, static = _mapped(program, run, specs)(inputs)
+    return _at_rest(program, static.value, results), static
+
+
+def _mapped(program: Program, run: Callable, out_specs: Any) -> Callable:
+    """A function of one device's arrays as one of the program's inputs."""
     mesh = program.mesh
     mapped = jax.shard_map(
-        functools.partial(_device_program, program),
+        run,
         mesh=mesh.mesh,
         in_specs=(list(program.in_specs),),
-        out_specs=(program.out_kinds, PartitionSpec()),
+        out_specs=out_specs,
         axis_names=set(mesh.data_axes),
         check_vma=False,
     )
-    entered = [
-        _blocks.enter_program(x, p) for x, p in zip(inputs, program.params, strict=True)
-    ]
-    results, static = mapped(entered)
-    return _at_rest(program, static.value, results), static
+    return lambda inputs: mapped(
+        [
+            _blocks.enter_program(x, p)
+            for x, p in zip(inputs, program.params, strict=True)
+        ]
+    )
 
 
 def _at_rest(program: Program, note: Note, results: Any) -> Any:
@@ -197,41 +208,53 @@ def _at_rest(program: Program, note: Note, results: Any) -> Any:
     return tuple(done)
 
 
-_COMPILED: OrderedDict[Any, Any] = OrderedDict()
-_MAX_COMPILED = 128
-
-
 def execute(program: Program, inputs: list[Any]) -> Any:
-    """Run a program: as part of the trace that is going on, or compiled.
+    """Run a program: as part of the trace that is going on, or compiled."""
+    run = functools.partial(_sharded, program)
+    if not any(isinstance(x, Tracer) for x in inputs):
+        with noting_hidden_tracers():
+            refuse = functools.partial(_refuse, program, inputs)
+            return run_kept(run, inputs, program.mesh, refuse)
+    if looks_for_bad():
+        # What JAX does eagerly about a bad number ends in an error of another kind.
+        values = [jax.lax.stop_gradient(x) for x in inputs]
+        if not any(isinstance(x, Tracer) for x in values):
+            execute(program, values)
+    return in_one(run)(inputs)
 
-    Eagerly it is traced anew in every call, because the user's function may read values
-    that are not arguments; what has been compiled is found again by its StableHLO.
+
+def _refuse(program: Program, inputs: list[Array], kind: str) -> None:
+    """Raise for bad numbers, and say where they come from."""
+
+    def find(kind: str) -> str | None:
+        places: list[str] = []
+
+        def watch(inputs: list[Array]) -> Array:
+            closed, held, divergent, *_ = _traced(program, inputs)
+            if divergent:
+                return jnp.zeros((1, 0), bool)
+            places[:], flags = watched(closed, held, kind)
+            return flags[None]
+
+        def run(inputs: list[Array]) -> Array:
+            return _mapped(program, watch, program.mesh.data_spec())(inputs)
+
+        if jax.process_count() > 1:  # others may have found nothing
+            return None
+        with jax.debug_nans(False), jax.debug_infs(False):
+            flags = np.any(np.asarray(compiled(run)(inputs)), axis=0).tolist()
+        return next((p for p, bad in zip(places, flags) if bad), None)
+
+    raise_found(program.call.request.who, kind, find)
+
+
+def _traced(program: Program, inputs: list[Array]) -> Any:
+    """Trace the local program, and see what differs between devices.
+
+    Returns:
+        The traced program; its inputs; the conditions that devices have to agree on;
+        which results differ; outcome, and stages of the gradients.
     """
-    if any(isinstance(x, Tracer) for x in inputs):
-        return _sharded(program, inputs)
-    # keep_unused: two programs that differ in what they ignore must not look alike.
-    jitted = jax.jit(functools.partial(_sharded, program), keep_unused=True)
-    with noting_hidden_tracers():
-        if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
-            return jitted(inputs)  # constants are not in the text then, but arguments
-        traced = jitted.trace(inputs)
-        if len(traced.jaxpr.in_avals) != len(inputs):  # a tracer that has escaped
-            return jitted(inputs)  # which JAX refuses
-        lowered = traced.lower()
-    types = [(x.shape, x.dtype) for x in (*inputs, *jax.tree.leaves(lowered.out_info))]
-    key = (program.mesh, lowered.as_text(), tuple(types))
-    compiled = _COMPILED.pop(key, None)
-    if compiled is None:
-        compiled = lowered.compile()
-    _COMPILED[key] = compiled
-    if len(_COMPILED) > _MAX_COMPILED:
-        _COMPILED.popitem(last=False)
-    results = jax.tree.leaves(compiled(inputs))
-    return jax.tree.unflatten(lowered.out_tree, results)
-
-
-def _device_program(program: Program, inputs: list[Array]) -> Any:
-    """Trace the local program, see what differs between devices, join accordingly."""
     found: list[tuple[Outcome, list[tuple[int, str]]]] = []
 
     def local(inputs):
@@ -246,16 +269,21 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     _forward_mode.check(closed)
     _annotations.check(closed, who, axes)
     outcome, stages = found[-1]
-    # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)
     check_raw_reads(program.call, outcome, closed, program.params)
     differs, divergent = differ_between_devices(
         program.call.request, program.mesh, closed, program.in_specs
     )
+    return closed, held, divergent, differs, outcome, stages
+
+
+def _device_program(program: Program, inputs: list[Array]) -> Any:
+    """Run the local program, and join its results accordingly."""
+    closed, held, divergent, differs, outcome, stages = _traced(program, inputs)
     if divergent:
         flat = run_agreed(closed, held, divergent, program.mesh)
     else:
-        flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*held)]
+        flat = evaluate(closed, held)
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
     entries = {d.entry.name: d.entry for d in program.diff}

@@ -16,12 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from fsdp_jax._collectives import gather_group, on_devices
 from fsdp_jax._comm import GroupComm, Static, small_members
+from fsdp_jax._compiled import in_one
 from fsdp_jax._cotangents import to_shards
-from fsdp_jax._dependence import Asking, depends_on, evaluate
+from fsdp_jax._dependence import depends_on
+from fsdp_jax._evaluate import Asking, evaluate
 from fsdp_jax._gather import (
     gather_kept,
     grad_dtypes,
@@ -161,7 +163,7 @@ class Saved:
 
     def run(self, full: list[Array], others: list[Array]) -> tuple[list, list]:
         """Run the forward. Returns the outputs, and the arrays to keep for backward."""
-        return self.sort(jaxpr_as_fun(self.program)(*full, *others))
+        return self.sort(evaluate(self.program, [*full, *others]))
 
     def sort(self, results: list[Array]) -> tuple[list, list]:
         """Part the results of `program`: outputs, and what to keep for backward."""
@@ -272,7 +274,7 @@ def run_regathered(
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(list(shards), sinks, list(others), waits)
+    return in_one(run)(list(shards), sinks, list(others), waits)
 
 
 def trace_forward(

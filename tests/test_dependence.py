@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from fsdp_jax._dependence import Asking, depends_on, evaluate
+from fsdp_jax._dependence import depends_on
+from fsdp_jax._evaluate import Asking, evaluate
 
 P = jnp.arange(1.0, 7.0).reshape(2, 3)
 Q = jnp.arange(8.0, 0.0, -1.0).reshape(4, 2) / 5
@@ -94,7 +95,7 @@ def test_a_saved_cast_of_the_parameter_depends_on_the_parameter_alone():
     assert saved and not any(saved)
 
 
-def test_a_checkpoint_and_custom_derivatives_are_looked_into():
+def test_a_checkpoint_and_custom_derivatives_are_one_equation():
     def mixed(p, x):
         return p.T, p @ x
 
@@ -103,7 +104,10 @@ def test_a_checkpoint_and_custom_derivatives_are_looked_into():
     with_vjp = jax.custom_vjp(mixed)
     with_vjp.defvjp(lambda p, x: (mixed(p, x), None), lambda _, cts: cts)
     for f in (jax.checkpoint(mixed), with_jvp, with_vjp):
-        assert marks(f, (P, False), (X, True)) == [False, True]
+        assert marks(f, (P, False), (X, True)) == [True, True]
+        assert marks(f, (P, True), (X, False)) == [True, True]
+        closed = jax.make_jaxpr(f)(P, X)
+        assert depends_on(closed, [False, True], into_loops=True) == [False, True]
         assert_evaluates(f, [P, X], [True, False])
 
 

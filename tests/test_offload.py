@@ -153,7 +153,24 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(adamw(), 2),
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.05), adamw()),
     "finite": lambda: optax.apply_if_finite(adamw(), 3),
+    "constant state": lambda: optax.optimistic_gradient_descent(1e-2),
+    "lists": lambda: optax.sm3(1e-2),
+    "list to tuple": lambda: sum_of_gradients(),
+    "norm of parameters": lambda: optax.contrib.dog(),
 }
+
+
+def sum_of_gradients() -> optax.GradientTransformation:
+    """A state that is a list at first and a tuple from then on."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        total = jax.tree.map(jnp.add, state[1], updates)
+        return jax.tree.map(lambda g: -g / 8, total), (state[0] + 1, total)
+
+    def init(params: Any) -> Any:
+        return [jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)]
+
+    return optax.GradientTransformation(init, update)
 
 
 BASES: dict[Any, Any] = {}
@@ -609,7 +626,7 @@ def test_transformations_update_the_same(name):
 
     expected, state = updated(True)
     ways = [(PINNED, True)]
-    if name in ("adamw", "clip", "MultiSteps"):
+    if name in ("adamw", "clip", "MultiSteps", "norm of parameters"):
         ways.append((UNPINNED, False))
     for policy, jit in ways:
         model, optimizer = updated(jit, offload_policy=policy)
