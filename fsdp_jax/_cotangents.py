@@ -37,10 +37,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import get_opaque_trace_state
 
 from fsdp_jax._collectives import scatter_group
 from fsdp_jax._comm import GroupComm
+from fsdp_jax._compiled import traces
 
 Array = jax.Array
 
@@ -163,7 +163,7 @@ def gradient(ct: Array, divisor: float, dtype: Any) -> Array:
 
 # --- a user's own program ---------------------------------------------------------
 
-_PROGRAM = "shard_map"
+_PROGRAM, _EAGER = "shard_map", "ShardMapTrace"
 # Traces of bodies of `jax.shard_map` in which modules themselves were called.
 _CALLED: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -171,15 +171,14 @@ _CALLED: weakref.WeakSet[Any] = weakref.WeakSet()
 def _body() -> Any:
     """The trace of the innermost body of a `jax.shard_map` that is going on, or None.
 
-    JAX has no public way to ask. As in `_ordering.in_checkpoint`, its traces say what
-    they were made for, under private names; tests/test_cotangents.py pins them.
+    Traces say what they were made for under private names; eagerly a body has a kind of
+    trace to itself. tests/test_cotangents.py pins both.
     """
-    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
-    while trace is not None:
+    for trace in traces():
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(info, "traced_for", None) == _PROGRAM:
+        eager = type(trace).__name__ == _EAGER
+        if eager or getattr(info, "traced_for", None) == _PROGRAM:
             return trace
-        trace = getattr(trace, "parent_trace", None)
     return None
 
 
