@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from fsdp_jax import _functional
+from fsdp_jax._arguments import CACHES
 from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_units import READS, Info, Level, read
 from fsdp_jax._managed import install, spec_of
@@ -23,9 +24,7 @@ from fsdp_jax._state import FSDPState, is_sharded, state_of
 
 # Cut over the devices as the batch is; all other collections are whole on each.
 CUT = "cache"
-# Names that no submodule and no argument has.
-_HELD = "other variables"
-_CUT_ARGUMENT = "the variables"
+_HELD = "other variables"  # a name that no submodule has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +179,7 @@ class Adapter:
         """Call a transform of `function` with the arguments of a call of `f`."""
         args, kwargs = self._taken((args, kwargs))
         if self._cut:
-            kwargs = {**kwargs, _CUT_ARGUMENT: self._cut}
+            kwargs = {**kwargs, CACHES: self._cut}
         return transform(self._holder, *args, **kwargs, **options)
 
     def _taken(self, args: Any) -> Any:
@@ -237,7 +236,7 @@ class Adapter:
 
         @functools.wraps(self._f)
         def run(holder: Any, *args: Any, **kwargs: Any) -> Any:
-            held, cut = getattr(holder, _HELD), kwargs.pop(_CUT_ARGUMENT, {})
+            held, cut = getattr(holder, _HELD), kwargs.pop(CACHES, {})
             given, arrays, pieces = _gathered(holder, self._params)
             params = jax.tree.unflatten(
                 self._params_tree, [given[name] for name in self._params]

@@ -19,7 +19,15 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _blocks, _collectives, _forward_mode, _loss, _microbatch, _ordering
+from fsdp_jax import (
+    _blocks,
+    _collectives,
+    _forward_mode,
+    _loss,
+    _means,
+    _microbatch,
+    _ordering,
+)
 from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Defer, Static
 from fsdp_jax._divergence import run_agreed
@@ -342,9 +350,9 @@ def _argument_gradient(program: Program, d: Diff, grad: Array) -> Array:
     mesh, spec = program.mesh, d.entry.spec
     named = {a for axes in spec for a in (axes if isinstance(axes, tuple) else (axes,))}
     missing = [a for a in mesh.data_axes if a not in named]
-    total = _collectives.sum_over_devices(grad, mesh, d.entry.name, missing)
-    averages = program.call.request.reduction == "mean" and mesh.num_devices > 1
-    return total / mesh.num_devices if averages else total
+    averages = program.call.request.reduction == "mean"
+    count = mesh.num_devices if averages else 1
+    return _means.mean_over_devices(grad, mesh, d.entry.name, missing, count)
 
 
 def _gather_kept_groups(program: Program, arrays: list[Array]) -> dict[int, Array]:

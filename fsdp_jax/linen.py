@@ -56,7 +56,8 @@ def value_and_grad(
             each. Other floating scalars are averaged, arrays concatenated on dim 0.
         reduction: as in `fsdp_jax.value_and_grad`, as are the others.
         num_microbatches: slices of each device's rows.
-        in_specs: one PartitionSpec (or prefix of specs) per argument after the first.
+        in_specs: one PartitionSpec (or prefix of specs) per positional argument after
+            the first, or a dict by the names of arguments.
 
     Returns:
         A function with the arguments of `f` that returns `(value, grads)`, or

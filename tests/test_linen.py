@@ -612,6 +612,11 @@ def test_a_cache_is_cut_with_the_batch():
     model, placed = linen.fully_shard(Decoder(), variables, modules="a")
     got = jax.jit(linen.shard_map(decode(model.apply), model))(placed, x)
     close(got, jax.jit(decode(Decoder().apply))(variables, x))
+    beside = {**placed, "starts": {"at": jnp.zeros(16, int)}}
+    with pytest.raises(
+        ValueError, match=r"'.*at' of shape \(16,\) .* collection 'cache'"
+    ):
+        linen.shard_map(decode(model.apply), model)(beside, x)
 
 
 # --- functions of parameters ------------------------------------------------------
