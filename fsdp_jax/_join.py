@@ -254,7 +254,8 @@ def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
     name, kind = dotted(slot.path[2:]), slot.kind
 
     def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
-        if slot.managed or issubclass(kind, nnx.RngState):
+        stream = issubclass(kind, nnx.RngState)
+        if slot.managed or (stream and change.before is not None):  # see `_streams`
             return value, slot.spec
         if change.summed:
             return _collectives.sum_over_devices(value, mesh, name), PartitionSpec()
@@ -315,6 +316,12 @@ def _refusal(request: Request, mesh: MeshInfo, change: Change) -> str:
             "argument that is cut over the devices, so each of them holds all of it. "
             "Make the cache for the rows of the whole batch, and pass the batch as an "
             "argument."
+        )
+    if issubclass(change.slot.kind, nnx.RngState):
+        return (
+            f"{found}random streams are the same everywhere after a call. One that "
+            "follows from a stream of the model has the device's index in its key: "
+            "make it (fork, split) before the call."
         )
     if issubclass(change.slot.kind, nnx.metrics.MetricState):
         owner = change.owner.__name__ if change.owner else "metric"

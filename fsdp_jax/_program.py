@@ -45,6 +45,7 @@ from fsdp_jax._stages import (
     Stages,
     added,
 )
+from fsdp_jax._streams import fold_keys, kept_keys, specs_with_keys
 from fsdp_jax._user import Call, Outcome, call_user
 
 Array = jax.Array
@@ -219,6 +220,7 @@ def execute(program: Program, inputs: list[Any]) -> Any:
 def _device_program(program: Program, inputs: list[Array]) -> Any:
     """Trace the local program, see what differs between devices, join accordingly."""
     found: list[tuple[Outcome, list[tuple[int, str]]]] = []
+    given, inputs = inputs, fold_keys(program.call, inputs)
 
     def local(inputs):
         with _ordering.log():  # inside: it lets go of its arrays before the trace ends
@@ -232,13 +234,19 @@ def _device_program(program: Program, inputs: list[Array]) -> Any:
     outcome, stages = found[-1]
     # An output that is a constant comes out of the jaxpr as a Python number.
     held = start_metrics(program.call, outcome, closed, inputs)
+    kept = kept_keys(program.call, outcome, closed)
     differs, divergent = differ_between_devices(
-        program.call.request, program.mesh, closed, program.in_specs
+        program.call.request,
+        program.mesh,
+        closed,
+        specs_with_keys(program.call, program.in_specs),
     )
     if divergent:
         flat = run_agreed(closed, held, divergent, program.mesh)
     else:
         flat = [jnp.asarray(x) for x in jaxpr_as_fun(closed)(*held)]
+    for place, at in kept.items():
+        flat[place] = given[at]
     buckets: list[list[Any]] = [[] for _ in program.out_kinds]
     order = []
     entries = {d.entry.name: d.entry for d in program.diff}

@@ -21,6 +21,7 @@ from fsdp_jax._host_update import on_host
 from fsdp_jax._linen_model import ShardedModule as ShardedModule
 from fsdp_jax._linen_program import Adapter, infos_of
 from fsdp_jax._linen_shard import fully_shard as fully_shard
+from fsdp_jax._moments import Memory
 from fsdp_jax._move import move
 from fsdp_jax._optimizer import init_elsewhere
 from fsdp_jax._pending import PendingGradients
@@ -206,7 +207,8 @@ def optimizer(
 
     def init(params: Any) -> Any:
         state = init_elsewhere(tx).init(params)
-        return jax.tree_util.tree_map_with_path(settle, state)
+        state = jax.tree_util.tree_map_with_path(settle, state)
+        return Memory(params).own(state)
 
     update = on_host(tx).update if PINNED_HOST in kinds else tx.update
     return optax.GradientTransformationExtraArgs(init, update)
