@@ -83,6 +83,7 @@ ORDER = [
     "_hlo_collectives",
     "_hlo_schedule",
     "_stablehlo",
+    "_stablehlo_origins",
     "_argument_bytes",
     "_figures",
     "_report_data",
