@@ -13,6 +13,7 @@ from collections.abc import Iterator, ValuesView
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
@@ -86,7 +87,9 @@ def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
         if isinstance(x, _PLAIN) or id(x) in seen:
             continue
         seen[id(x)] = x  # kept, so that no other object gets its id
-        if _is_array_like(x):
+        if isinstance(x, nnx.Variable):
+            queue.append((where, x.get_raw_value()))
+        elif _is_array_like(x):
             if len(_shape(x)) >= rows:
                 return where, x
         else:
