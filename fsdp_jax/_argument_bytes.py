@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from flax import nnx
 
 from fsdp_jax._functional import plain_key
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
+
+ShapeAndBytes = tuple[tuple[int, ...], int]
 
 
 @dataclasses.dataclass
@@ -31,8 +33,8 @@ class ArgumentBytes:
         host_moment_bytes: the same of optimizer state.
         host_other_bytes: the same of everything else.
         parameter_elements: elements of all full parameters.
-        missing_elements: elements of them that one device does not hold.
-        missing_bytes: the same in bytes, in the parameters' own dtypes.
+        missing: elements and bytes of each that one device does not hold, by its shape
+            and the bytes of all of it.
         device_kind: of the first sharding met, such as `TPU v5 lite`; empty if none.
     """
 
@@ -43,9 +45,30 @@ class ArgumentBytes:
     host_moment_bytes: int = 0
     host_other_bytes: int = 0
     parameter_elements: int = 0
-    missing_elements: int = 0
-    missing_bytes: int = 0
+    missing: dict[ShapeAndBytes, list[tuple[int, int]]] = dataclasses.field(
+        default_factory=dict
+    )
     device_kind: str = ""
+
+    def lacking(
+        self, gathered: Mapping[ShapeAndBytes, int] | None = None
+    ) -> tuple[int, int]:
+        """Elements and bytes of parameters that one device does not hold.
+
+        Args:
+            gathered: how many arrays of each kind a program gathers; others, such as
+                an averaged copy of the model, do not count. None: all count.
+        """
+        found = [
+            pair
+            for kind, pairs in self.missing.items()
+            for pair in sorted(pairs, reverse=True)[
+                : len(pairs) if gathered is None else gathered.get(kind, 0)
+            ]
+        ]
+        if gathered is not None and not any(elements for elements, _ in found):
+            return self.lacking()
+        return sum(e for e, _ in found), sum(b for _, b in found)
 
 
 def measure_arguments(arguments: Any) -> ArgumentBytes:
@@ -70,8 +93,9 @@ def measure_arguments(arguments: Any) -> ArgumentBytes:
         if kind == "parameter":
             total.parameter_elements += math.prod(shape)
             missing = math.prod(shape) - math.prod(local)
-            total.missing_elements += missing
-            total.missing_bytes += missing * array.dtype.itemsize
+            pair = missing, missing * array.dtype.itemsize
+            kind_of = shape, math.prod(shape) * array.dtype.itemsize
+            total.missing.setdefault(kind_of, []).append(pair)
     return total
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fsdp_jax._batch import cut_dim
+from fsdp_jax._arguments import cut_dim
 from fsdp_jax._check_host import Held, Tolerance
 from fsdp_jax._check_run import Run
 from fsdp_jax._check_subject import Subject

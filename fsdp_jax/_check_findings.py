@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from fsdp_jax._batch import axes_of
+from fsdp_jax._arguments import axes_of
 from fsdp_jax._check_batch import Placing
 from fsdp_jax._check_fit import Fit
 from fsdp_jax._check_host import Tolerance, wide

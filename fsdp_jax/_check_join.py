@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from fsdp_jax._batch import axes_of
+from fsdp_jax._arguments import axes_of
 from fsdp_jax._check_host import wide
 from fsdp_jax._check_run import Key, Leaf, Replay, Run
 from fsdp_jax._check_subject import Subject

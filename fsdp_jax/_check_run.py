@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _collectives, _functional, _transforms
-from fsdp_jax._batch import cut_dim
+from fsdp_jax._arguments import cut_dim
 from fsdp_jax._check_host import Held, agreed, as_data, automatic, one_device, to_host
 from fsdp_jax._check_subject import Subject, Variation, as_varied, copied
 from fsdp_jax._join import Request, owners

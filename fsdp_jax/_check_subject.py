@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _batch, _collectives, _functional
+from fsdp_jax import _arguments, _batch, _collectives, _functional
 from fsdp_jax._check_host import Held, to_host
 from fsdp_jax._join import Request, Slot, owners, slots_of
 from fsdp_jax._linen_model import ShardedModule, standing_in
@@ -200,12 +200,14 @@ def subject_of(
     mesh = _batch.mesh_of(nodes, WHO)
     for module in (m for node in nodes for m in sharded_modules(node)):
         check_concrete(module, WHO)
-    names = _batch.argument_names(request.f, args)
+    names = [str(a) for a in _arguments.arguments_of(request.f, args)]
     labels, node_names = _labels(args, kwargs, names)
     in_specs, count = request.in_specs.tree(), request.num_microbatches
     specs = None
     with contextlib.suppress(ValueError):  # the sharded run will say it
-        specs = _batch.resolve_specs(args, kwargs, names, in_specs, mesh, WHO, count)
+        specs = _arguments.place_arguments(
+            request.f, args, kwargs, in_specs, mesh, WHO, count
+        ).specs
     asked = specs or [PartitionSpec()] * len(given)
     rows = batch_rows([x.shape for x in given], asked, mesh)
     _, own_state = nnx.split(nodes)

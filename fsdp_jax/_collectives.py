@@ -349,21 +349,6 @@ def sum_over_devices(x, mesh: MeshInfo, name: str, axes: Sequence[str] | None = 
         return jax.lax.psum(x, axes) if mesh.size(axes) > 1 else x
 
 
-def divided_sum(
-    x: Array, mesh: MeshInfo, name: str, axes: Sequence[str], divisor: float
-) -> Array:
-    """Sum over some axes, and divide; float16 does not overflow on the way."""
-    first, last = _layout.divide_factors(x.dtype, divisor, mesh.size(axes))
-    total = sum_over_devices(_divided(x, first), mesh, name, axes)
-    return _divided(total, last)
-
-
-def mean_over_devices(x, mesh: MeshInfo, name: str):
-    """Mean of a pytree of floating arrays over the data devices."""
-    n, total = mesh.num_devices, sum_over_devices(x, mesh, name)
-    return jax.tree.map(lambda s: s / n if n > 1 else s, total)
-
-
 def sum_of_pieces(
     f: Callable[[Array], Array],
     arrays: Sequence[Array],

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from fsdp_jax._hlo_collectives import (
+    OTHER,
     PARTITIONER,
     REDUCE_SCATTER,
     UNNAMED,
     USER,
+    is_outside,
 )
 from fsdp_jax._hlo_schedule import HloSchedule, Transfer
 from fsdp_jax._stablehlo import Written
@@ -115,7 +117,22 @@ def name_by_shape(transfers: Sequence[Transfer], written: Sequence[Written]) -> 
         if found:
             t.groups, t.direction = tuple(dict.fromkeys(found)), REDUCE_SCATTER
         elif not written:
-            t.groups = (PARTITIONER,)
+            t.groups, t.partitioner_bytes = (PARTITIONER,), t.full_bytes
+
+
+def tell_apart(transfers: Sequence[Transfer], written: Sequence[Written]) -> None:
+    """Have no gather of the partitioner outside of per-device programs count as theirs.
+
+    In a program that has the library's it brings no parameters together for a forward.
+
+    Args:
+        transfers: written to.
+        written: the collectives of the lowered program.
+    """
+    if any(w.group != USER for w in written):
+        for t in transfers:
+            if t.groups == (PARTITIONER,) and t.is_gather and is_outside(t.op_name):
+                t.direction = OTHER
 
 
 def count_groups(transfers: Iterable[Transfer]) -> int:

@@ -92,6 +92,11 @@ def is_written(op_name: str) -> bool:
     return bool(_PRIMITIVE.search(op_name))
 
 
+def is_outside(op_name: str) -> bool:
+    """Whether a name says that its operation is of no per-device program."""
+    return bool(op_name) and not re.search(r"\bshard_map\b", op_name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What one instruction does of a collective.
@@ -224,7 +229,7 @@ class Names:
         named = scopes_of(op_name)
         if len(part.pieces) == 1:
             named = named[-1:]
-        if not named and not is_written(op_name):
+        if not named and not is_written(op_name) and not is_outside(op_name):
             readers = [instruction]
             for _ in range(2 if part.stage == "start" else 1):
                 if len(part.pieces) > 1:
@@ -237,6 +242,26 @@ class Names:
         if is_written(op_name):
             return (USER,), direction, op_name
         return ((PARTITIONER if op_name else UNNAMED),), direction, op_name
+
+    def partitioner_bytes(self, instruction: Instruction, part: Part) -> int:
+        """Bytes of the pieces that the partitioner put in, of a joined collective.
+
+        By what reads each piece, which keeps the name that the piece had.
+        """
+        readers = self.users.get(instruction.name, [])
+        if part.stage == "start":
+            readers = [u for r in readers for u in self.users.get(r.name, ())]
+        names: dict[int, str] = {}
+        for reader in readers:
+            found = re.search(r"\bindex=(\d+)", reader.attributes)
+            if reader.op == "get-tuple-element" and found:
+                names[int(found.group(1))] = reader.op_name
+        return sum(
+            leaf.size_bytes
+            for i, leaf in enumerate(part.pieces)
+            if is_outside(name := names.get(i, ""))
+            and not (scopes_of(name) or is_written(name))
+        )
 
     def _near(self, start: Instruction) -> tuple[str, str] | None:
         """The nearest reduction scope among what reads a value, directly or not."""

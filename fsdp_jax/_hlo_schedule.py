@@ -16,6 +16,7 @@ from fsdp_jax._hlo_buffers import Buffer, Buffers, Value, all_buffers, element_o
 from fsdp_jax._hlo_collectives import (
     ALL_REDUCE,
     GATHER,
+    PARTITIONER,
     REDUCE_SCATTER,
     REGATHER,
     USER,
@@ -43,6 +44,7 @@ class Transfer:
         dtype: on the wire.
         shapes: of the arrays that it moves, gathered or before they are scattered.
         full_bytes: the arrays, gathered or before they are scattered or reduced.
+        partitioner_bytes: those of them that the partitioner put in.
         wire_bytes: sent by each device, by the ring algorithm.
         num_devices: devices of one replica group.
         times: how often it runs; None: once per iteration of a loop of unknown length.
@@ -71,6 +73,7 @@ class Transfer:
     cycles: int = 0
     wire_cycles: float = 0.0
     hidden_share: float = 0.0
+    partitioner_bytes: int = 0
 
     @property
     def is_gather(self) -> bool:
@@ -242,6 +245,10 @@ class _Walk:
         n = self.module.group_size(part.inner)
         full = sum(leaf.size_bytes for leaf in part.pieces)
         number = len(self.transfers)
+        put_in = full if groups == (PARTITIONER,) else 0
+        if not put_in and len(part.pieces) > 1:
+            put_in = names.partitioner_bytes(instruction, part)
+            groups = (*groups, PARTITIONER) if put_in else groups
         is_fix_up = part.op == "collective-permute" and not op_name
         transfer = Transfer(
             op=part.op,
@@ -257,6 +264,7 @@ class _Walk:
             times=times,
             start=at,
             done=at,
+            partitioner_bytes=put_in,
         )
         self.transfers.append(transfer)
         if starts:

@@ -16,14 +16,14 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax import _batch, _collectives, _functional
+from fsdp_jax import _arguments, _collectives, _functional, _means, _opaque
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._divergence import find_divergence
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
 from fsdp_jax._rows import rows_dim, stacked_dims
-from fsdp_jax._spec import ParamSpec, dotted
+from fsdp_jax._spec import ParamSpec, Path, dotted
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -53,8 +53,8 @@ class Request:
     wrt: tuple[Any, ...] = ()
     reduction: str = "mean"
     num_microbatches: int = 1
-    in_specs: _batch.FrozenSpecs = _batch.NO_SPECS
-    out_specs: _batch.FrozenSpecs = _batch.NO_SPECS
+    in_specs: _arguments.FrozenSpecs = _arguments.NO_SPECS
+    out_specs: _arguments.FrozenSpecs = _arguments.NO_SPECS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def slots_of(
                 arrays.append(x)
     if not rows or not any(issubclass(slot.kind, nnx.Cache) for slot in slots):
         return tuple(slots)
-    stacks = stacked_dims((s.path, s.param.layers) for s in slots if s.param)
+    stacks = stacks_of(slots)
     for i, (slot, x) in enumerate(zip(slots, arrays)):
         if issubclass(slot.kind, nnx.Cache):
             dim = rows_dim(slot.path, slot.shape, stacks, rows)
@@ -129,6 +129,11 @@ def slots_of(
                 spec, rest = mesh.data_spec(dim), mesh.whole_like(x, dim)
                 slots[i] = dataclasses.replace(slot, spec=spec, rest=rest, rows=dim)
     return tuple(slots)
+
+
+def stacks_of(slots: Sequence[Slot]) -> dict[Path, int]:
+    """Over how many leading dims each node is a stack, see `stacked_dims`."""
+    return stacked_dims((s.path, s.param.layers) for s in slots if s.param)
 
 
 def check_no_rows(
@@ -191,7 +196,9 @@ def differ_between_devices(
             along = [getattr(e, "name", axis) == axis for e in eqn.effects]
             return any(along) or None
 
-        marks = [any(axis in axes for axes in _batch.axes_of(spec)) for spec in specs]
+        marks = [
+            any(axis in axes for axes in _arguments.axes_of(spec)) for spec in specs
+        ]
         look = find_divergence(request.who, mesh.data_axes, decide, divergent)
         along = depends_on(closed, marks, decide, into_loops=True, look=look)
         found = [a or b for a, b in zip(found, along)]
@@ -247,7 +254,8 @@ def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
     name, kind = dotted(slot.path[2:]), slot.kind
 
     def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
-        if slot.managed or issubclass(kind, nnx.RngState):
+        stream = issubclass(kind, nnx.RngState)
+        if slot.managed or (stream and change.before is not None):  # see `_streams`
             return value, slot.spec
         if change.summed:
             return _collectives.sum_over_devices(value, mesh, name), PartitionSpec()
@@ -264,7 +272,7 @@ def state_rule(request: Request, mesh: MeshInfo, change: Change) -> Callable:
                     return value, mesh.data_spec()
                 averaged = floating
         if averaged:
-            return _collectives.mean_over_devices(value, mesh, name), PartitionSpec()
+            return _means.mean_over_devices(value, mesh, name), PartitionSpec()
         raise ValueError(_refusal(request, mesh, change))
 
     return rule
@@ -309,6 +317,12 @@ def _refusal(request: Request, mesh: MeshInfo, change: Change) -> str:
             "Make the cache for the rows of the whole batch, and pass the batch as an "
             "argument."
         )
+    if issubclass(change.slot.kind, nnx.RngState):
+        return (
+            f"{found}random streams are the same everywhere after a call. One that "
+            "follows from a stream of the model has the device's index in its key: "
+            "make it (fork, split) before the call."
+        )
     if issubclass(change.slot.kind, nnx.metrics.MetricState):
         owner = change.owner.__name__ if change.owner else "metric"
         return (
@@ -329,10 +343,13 @@ def output_rules(
     specs: list[Any] = [None] * len(taken.slots)
     out_specs = request.out_specs.tree()
     if out_specs is not None:
-        specs = _batch.broadcast_specs(
+        specs = _arguments.broadcast_specs(
             out_specs, output, "the output", request.who, "out_specs"
         )
     leaves = jax.tree_util.tree_leaves_with_path(output, is_leaf=_functional.is_node)
+    for (keys, leaf), slot in zip(leaves, taken.slots, strict=True):
+        if isinstance(slot, tuple):
+            _opaque.check_output(request.who, jax.tree_util.keystr(keys), leaf)
     asked = [
         (spec, jax.tree_util.keystr(keys))
         for spec, slot, (keys, _) in zip(specs, taken.slots, leaves, strict=True)
@@ -342,7 +359,7 @@ def output_rules(
     def make(spec: PartitionSpec | None, path: str, x: Any) -> Callable:
         if spec is not None:
             name = f"the output{path} (see out_specs)"
-            _batch.check_rank(name, x, spec, request.who)
+            _arguments.check_rank(name, x, spec, request.who)
             return as_spec(spec)
 
         def rule(value: Any, differ: bool) -> tuple[Any, PartitionSpec]:
@@ -351,9 +368,7 @@ def output_rules(
             if not differ:
                 return value, PartitionSpec()
             if jnp.issubdtype(value.dtype, jnp.floating):
-                return _collectives.mean_over_devices(
-                    value, mesh, "output"
-                ), PartitionSpec()
+                return _means.mean_over_devices(value, mesh, "output"), PartitionSpec()
             raise TypeError(
                 f"{request.who}: f returned a {value.dtype} scalar that differs "
                 f"between devices (output{path}). Return it as a float to have it "

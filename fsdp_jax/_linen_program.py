@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fsdp_jax import _collectives, _cotangents, _functional, _loss
+from fsdp_jax import _cotangents, _functional, _loss, _means
+from fsdp_jax._arguments import CACHES
 from fsdp_jax._join import Request
 from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_units import READS, Info, Level, read
@@ -25,9 +26,7 @@ from fsdp_jax._state import FSDPState, is_sharded, state_of
 
 # Cut over the devices as the batch is; all other collections are whole on each.
 CUT = "cache"
-# Names that no submodule and no argument has.
-_HELD = "other variables"
-_CUT_ARGUMENT = "the variables"
+_HELD = "other variables"  # a name that no submodule has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +181,7 @@ class Adapter:
         """Call a transform of `function` with the arguments of a call of `f`."""
         args, kwargs = self._taken((args, kwargs))
         if self._cut:
-            kwargs = {**kwargs, _CUT_ARGUMENT: self._cut}
+            kwargs = {**kwargs, CACHES: self._cut}
         return transform(self._holder, *args, **kwargs, **options)
 
     def _taken(self, args: Any) -> Any:
@@ -239,7 +238,7 @@ class Adapter:
 
         @functools.wraps(self._f)
         def run(holder: Any, *args: Any, **kwargs: Any) -> Any:
-            held, cut = getattr(holder, _HELD), kwargs.pop(_CUT_ARGUMENT, {})
+            held, cut = getattr(holder, _HELD), kwargs.pop(CACHES, {})
             given, arrays, pieces = _gathered(holder, self._params)
             params = jax.tree.unflatten(
                 self._params_tree, [given[name] for name in self._params]
@@ -360,8 +359,6 @@ def nested(
         (value, aux), grads = jax.value_and_grad(run, has_aux=True)(params)
     mesh = model.mesh
     by = float(mesh.num_devices) if request.reduction == "mean" else 1.0
-    grads = jax.tree.map(
-        lambda g: _collectives.divided_sum(g, mesh, "inner", mesh.data_axes, by), grads
-    )
+    grads = jax.tree.map(lambda g: _means.divided_sum(g, mesh, "inner", by), grads)
     value = (value, aux) if request.has_aux else value
     return value, {"params": grads} if whole else grads

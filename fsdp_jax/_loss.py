@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax import _collectives, _functional
+from fsdp_jax import _collectives, _functional, _means
 from fsdp_jax._join import Request
 from fsdp_jax._mesh import MeshInfo
 
@@ -60,11 +60,11 @@ def _scalar(request: Request, x: Any, kind: Any = jnp.floating) -> Array:
 
 
 def widened(loss: Any) -> Any:
-    """In 32 bits or more, so that sums of losses and token counts keep their digits."""
+    """In floats of 32 bits or more: sums keep their digits, and counts do not wrap."""
 
     def widen(x: Array) -> Array:
-        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
-        return x.astype(jnp.promote_types(x.dtype, wide))
+        own = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else float
+        return x.astype(jnp.promote_types(jnp.result_type(own), jnp.float32))
 
     return jax.tree.map(widen, loss)
 
@@ -81,16 +81,16 @@ def start(
             slices.
         num_slices: into which the device's rows are cut.
     """
+    if request.reduction == "mean":
+        count = mesh.num_devices * num_slices
+        value = _means.mean_over_devices(sums, mesh, "loss", count=count)
+        return value, jnp.ones((), value.dtype)
     totals = _collectives.sum_over_devices(sums, mesh, "loss")
     if request.reduction == "weighted":
         total, weight = totals
         value, one = total / weight, 1 / weight.astype(total.dtype)
         return value, (one, -value * one)
-    if request.reduction == "sum":
-        return totals, jnp.ones((), totals.dtype)
-    count = mesh.num_devices * num_slices
-    value = totals / count if count > 1 else totals
-    return value, jnp.ones((), totals.dtype)
+    return totals, jnp.ones((), totals.dtype)
 
 
 def value_of(request: Request, mesh: MeshInfo, loss: Any) -> Array:

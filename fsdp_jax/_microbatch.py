@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from fsdp_jax import _loss
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._evaluate import evaluate
+from fsdp_jax._means import mean_over_rows
 from fsdp_jax._move import memory_space
 from fsdp_jax._spec import dotted
 from fsdp_jax._user import Call, Outcome
@@ -269,7 +270,7 @@ def _one_of(call: Call, x: Array, differs: bool) -> Array:
     if not differs:
         return x[0]
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return x.mean()
+        return mean_over_rows(x)
     raise TypeError(
         f"{call.request.who}: f returned a {x.dtype} scalar that differs between "
         "micro-batches. Return it as a float to have it averaged, or with shape (1,) "

@@ -5,10 +5,13 @@ What must not live here: how it is updated (`_optimizer`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from fsdp_jax._managed import METADATA, OUT_SHARDING, install, spec_of
 from fsdp_jax._mesh import MeshInfo
@@ -51,3 +54,47 @@ def settle_moment(variable: nnx.Variable, mesh: MeshInfo) -> None:
         # This class hides the padding, and puts back into host memory what compiled
         # programs return in device memory.
         guard(variable)
+
+
+class Memory:
+    """The memory that arrays take, so that each of them can have its own.
+
+    JAX cannot donate two arrays that share memory, as the state of an optimizer does
+    that keeps the parameters it began with.
+
+    Args:
+        tree: of arrays or Variables, that keep theirs.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._taken: dict[Any, Any] = {}
+        for x in jax.tree.leaves(tree):
+            self._taken.update(dict.fromkeys(_memory(x), x))
+
+    def own(self, tree: Any) -> Any:
+        """The tree, with copies in place of arrays that share what is taken."""
+
+        def own(x: Any) -> Any:
+            if any(place in self._taken for place in _memory(x)):
+                traced = isinstance(x, Tracer)
+                x = jnp.copy(x) if traced else _copied(x)
+            self._taken.update(dict.fromkeys(_memory(x), x))
+            return x
+
+        return jax.tree.map(own, tree)
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, x.sharding, may_alias=False)
+
+
+def _memory(x: Any) -> Iterator[Any]:
+    """What is equal for two arrays only if they share memory."""
+    if not isinstance(x, jax.Array) or not x.size:
+        return
+    yield id(x)
+    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if key or isinstance(x, Tracer) or x.is_deleted():
+        return
+    for shard in x.addressable_shards:
+        yield shard.device, shard.data.unsafe_buffer_pointer()

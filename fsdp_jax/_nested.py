@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fsdp_jax import _batch, _collectives, _cotangents, _functional, _loss
+from fsdp_jax import _arguments, _batch, _cotangents, _functional, _loss, _means
 from fsdp_jax._join import Request
 from fsdp_jax._local import Local, shard_in
 from fsdp_jax._managed import COPY, ManagedVariable, spec_of
@@ -67,7 +67,7 @@ def run_nested(request: Request, args: tuple, kwargs: dict, pending: Any) -> Any
     who = request.who
     _, nodes, _ = _functional.take((args, kwargs))
     mesh = _batch.mesh_of(nodes, who)
-    names = _batch.argument_names(request.f, args)
+    names = [str(a) for a in _arguments.arguments_of(request.f, args)]
     diff: list[Any] = []
     for number, wrt in zip(request.argnums or (), request.wrt):
         if not -len(args) <= number < len(args):
@@ -153,7 +153,7 @@ def _finished(model: Any, grads: Any, mesh: MeshInfo, averages: bool) -> Any:
         else:
             by = divisor if comm is None else comm.divisor
             name = dotted(path)
-            done = _collectives.divided_sum(ct, mesh, name, mesh.data_axes, by)
+            done = _means.divided_sum(ct, mesh, name, by)
         return with_value(variable, done, full=spec is not None and spec.full)
 
     finished = []

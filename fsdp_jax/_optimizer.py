@@ -19,8 +19,8 @@ from jax.core import Tracer
 from fsdp_jax import _batch, _functional
 from fsdp_jax._dependence import depends_on
 from fsdp_jax._host_update import on_host
-from fsdp_jax._managed import spec_of
-from fsdp_jax._moments import as_full, settle_moment
+from fsdp_jax._managed import install, spec_of
+from fsdp_jax._moments import Memory, as_full, settle_moment
 from fsdp_jax._move import move
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST, UNPINNED_HOST
@@ -33,7 +33,8 @@ class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` whose state rests on the model's mesh from the first step on.
 
     Moments are sharded as their parameters; the step counter and other scalars are
-    replicated on the mesh, so that a jitted step compiles once instead of twice. Where
+    replicated on the mesh, so that a jitted step compiles once instead of twice. What
+    shares memory with the parameters is copied, so that a step can donate both. Where
     parameters rest in host memory their moments do too, and the update runs there
     (what reduces whole arrays, such as a global norm, runs on the devices). On a
     mesh of devices that do not exist (`fsdp_jax.plan`) the state is abstract.
@@ -66,6 +67,7 @@ class Optimizer(nnx.Optimizer):
         for _, variable in _functional.walk(self):
             if isinstance(variable, nnx.Variable):
                 settle_moment(variable, mesh)
+        self._own_memory(model)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Update the model and this optimizer's state, as `nnx.Optimizer` does.
@@ -101,7 +103,17 @@ class Optimizer(nnx.Optimizer):
             nnx.update(model, optax.apply_updates(values, updates))
             nnx.update(self.opt_state, nnx.state(new_state))
             self.step[...] += 1
+            self._own_memory(model)
         return updates
+
+    def _own_memory(self, model: Any) -> None:
+        """Copy state that shares memory with the model, so that both can be donated."""
+        memory = Memory(nnx.state(model, graph=True))
+        for _, variable in _functional.walk(self):
+            if isinstance(variable, nnx.Variable):
+                value = variable.get_raw_value()
+                if (own := memory.own(value)) is not value:
+                    install(variable, own)
 
 
 def _check_shapes(updates: Any, values: Any) -> None:

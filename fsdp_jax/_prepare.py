@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _batch
+from fsdp_jax import _arguments
 from fsdp_jax._microbatch import Slices
 from fsdp_jax._pending import check_pending
 from fsdp_jax._program import Diff, Program
@@ -65,7 +65,9 @@ def plan_program(
     )
     diff = _diffs(chosen, reductions, len(variables))
     keys = tuple((stage, n) for stage, grads in enumerate(stages) for n in grads)
-    dims = [(len(variables) + i, _batch.cut_dim(s)) for i, s in enumerate(arg_specs)]
+    dims = [
+        (len(variables) + i, _arguments.cut_dim(s)) for i, s in enumerate(arg_specs)
+    ]
     of_args = [(at, dim) for at, dim in dims if dim is not None]
     if num_slices > 1 and not of_args:
         raise ValueError(

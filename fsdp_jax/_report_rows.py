@@ -6,11 +6,11 @@ What lives here: sums over collectives. What must not: reading program text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from fsdp_jax._argument_bytes import ArgumentBytes
+from fsdp_jax._argument_bytes import ArgumentBytes, ShapeAndBytes
 from fsdp_jax._hlo import itemsize_bits
-from fsdp_jax._hlo_collectives import DIRECTIONS, PARTITIONER, USER
+from fsdp_jax._hlo_collectives import DIRECTIONS, PARTITIONER, USER, ring_bytes
 from fsdp_jax._hlo_schedule import Transfer
 from fsdp_jax._report_data import CommRow
 from fsdp_jax._stablehlo import Written
@@ -48,7 +48,7 @@ def rows_of_partitioner(transfers: Sequence[Transfer]) -> list[CommRow]:
     """Rows of what only the compiled program has."""
     met: dict[tuple, list[Transfer]] = {}
     for t in transfers:
-        if t.groups == (PARTITIONER,):
+        if t.partitioner_bytes:
             key = (DIRECTIONS.index(t.direction), t.op, t.dtype, t.times is None)
             met.setdefault(key, []).append(t)
     return [
@@ -58,8 +58,8 @@ def rows_of_partitioner(transfers: Sequence[Transfer]) -> list[CommRow]:
             op=found[0].op,
             dtype=found[0].dtype,
             count=sum(t.times or 1 for t in found),
-            full_bytes=sum(t.full_bytes * (t.times or 1) for t in found),
-            wire_bytes=sum(t.total_bytes for t in found),
+            full_bytes=sum(t.partitioner_bytes * (t.times or 1) for t in found),
+            wire_bytes=sum(_sent(t) * (t.times or 1) for t in found),
             num_devices=max(t.num_devices for t in found),
             per_iteration=found[0].times is None,
             op_name=found[0].op_name,
@@ -68,16 +68,31 @@ def rows_of_partitioner(transfers: Sequence[Transfer]) -> list[CommRow]:
     ]
 
 
+def _sent(t: Transfer) -> int:
+    return ring_bytes(t.op, t.partitioner_bytes, t.num_devices)
+
+
 def ideal_bytes(
-    arguments: ArgumentBytes, rows: Iterable[CommRow], directions: tuple[str, ...]
+    arguments: ArgumentBytes,
+    gathered: Mapping[ShapeAndBytes, int] | None,
+    rows: Iterable[CommRow],
+    directions: tuple[str, ...],
 ) -> int | None:
-    """Bytes of what a device lacks of the parameters, in the dtype on the wire."""
+    """Bytes of what a device lacks of the parameters, in the dtype on the wire.
+
+    Args:
+        arguments: of the step.
+        gathered: see `ArgumentBytes.lacking`.
+        rows: of the report.
+        directions: of the rows whose dtype counts.
+    """
     if not arguments.parameter_elements:
         return None
+    missing, missing_bytes = arguments.lacking(gathered)
     large = [r for r in rows if r.direction in directions and r.full_bytes > 8]
     bits = [(r.full_bytes, itemsize_bits(r.dtype)) for r in large]
     elements = sum(size * 8 / bit for size, bit in bits if bit)
     if not elements:
-        return arguments.missing_bytes
+        return missing_bytes
     itemsize = sum(size for size, bit in bits if bit) / elements
-    return round(arguments.missing_elements * itemsize)
+    return round(missing * itemsize)

@@ -1,6 +1,6 @@
-"""Caches that hold the rows of a batch, and the dim that has them.
+"""State that holds the rows of a batch, and the dim that has them.
 
-What must not live here: cutting and joining them (`_join`, `_program`).
+What must not live here: cutting and joining it (`_join`, `_program`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from fsdp_jax._batch import axes_of
+from fsdp_jax._arguments import axes_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._spec import Path
 
@@ -45,6 +45,11 @@ def stacked_dims(params: Iterable[tuple[Path, int]]) -> dict[Path, int]:
     return found
 
 
+def first_dim(path: Path, stacks: Mapping[Path, int]) -> int:
+    """The first dim of a Variable that counts no layers."""
+    return max((stacks.get(path[:depth], 0) for depth in range(len(path))), default=0)
+
+
 def rows_dim(
     path: Path,
     shape: Sequence[int],
@@ -52,5 +57,5 @@ def rows_dim(
     rows: Collection[int],
 ) -> int | None:
     """The first dim, after those of the layers, with as many rows as the batch."""
-    start = max((stacks.get(path[:depth], 0) for depth in range(len(path))), default=0)
-    return next((d for d in range(start, len(shape)) if shape[d] in rows), None)
+    dims = range(first_dim(path, stacks), len(shape))
+    return next((d for d in dims if shape[d] in rows), None)

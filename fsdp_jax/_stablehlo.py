@@ -66,18 +66,28 @@ def read_collectives(module: Any) -> list[Written]:
     Returns:
         The collectives in program order.
     """
-    functions, meshes = {}, {}
+    meshes = {}
     for op in module.body.operations:
-        if "sym_name" in op.attributes:
-            name = str(op.attributes["sym_name"]).strip('"')
-            if op.operation.name == "sdy.mesh":
-                sizes = re.findall(r'"([^"]+)"=(\d+)', str(op.attributes["mesh"]))
-                meshes[name] = {axis: int(size) for axis, size in sizes}
-            else:
-                functions[name] = op
+        if op.operation.name == "sdy.mesh":
+            sizes = re.findall(r'"([^"]+)"=(\d+)', str(op.attributes["mesh"]))
+            meshes[_symbol(op)] = {axis: int(size) for axis, size in sizes}
+    functions = functions_of(module)
     walk = _Walk(functions, meshes)
     main = functions.get("main")
     return list(walk.operations(main, "", 1, ())) if main is not None else []
+
+
+def functions_of(module: Any) -> dict[str, Any]:
+    """The functions of an MLIR module, by name."""
+    return {
+        _symbol(op): op
+        for op in module.body.operations
+        if "sym_name" in op.attributes and op.operation.name != "sdy.mesh"
+    }
+
+
+def _symbol(op: Any) -> str:
+    return str(op.attributes["sym_name"]).strip('"')
 
 
 class _Walk:
@@ -102,26 +112,26 @@ class _Walk:
         elif name in ("func.call", "call"):
             callee = str(op.attributes["callee"]).strip("@").strip('"')
             if callee in self.functions and callee not in stack and self.has(callee):
-                inner = f"{prefix}/{_name(op)}"
+                inner = f"{prefix}/{name_of(op)}"
                 yield from self.operations(
                     self.functions[callee], inner, times, (*stack, callee)
                 )
         elif name == "stablehlo.while":
             trips = _trip_count(op.operation)
             inner = times * trips if times is not None and trips is not None else None
-            yield from self.operations(op, f"{prefix}/{_name(op)}", inner, stack)
+            yield from self.operations(op, f"{prefix}/{name_of(op)}", inner, stack)
         elif len(op.operation.regions):
-            yield from self.operations(op, f"{prefix}/{_name(op)}", times, stack)
+            yield from self.operations(op, f"{prefix}/{name_of(op)}", times, stack)
 
     def read(self, op, kind, prefix, times) -> Iterator[Written]:
-        name = f"{prefix}/{_name(op)}".strip("/")
+        name = f"{prefix}/{name_of(op)}".strip("/")
         scope = scopes_of(name)[-1:]
         group, direction = scope[0] if scope else (USER, direction_of(kind, name))
         n = _group_size(op, self.meshes)
         values = op.operands if kind in ("reduce-scatter", "all-reduce") else op.results
         tensors: dict[str, list[tuple[tuple[int, ...], int]]] = {}
         for value in values:
-            dtype, shape, size = _tensor(value.type)
+            dtype, shape, size = tensor_of(value.type)
             tensors.setdefault(dtype, []).append((shape, size))
         replicas = op.attributes
         for dtype, found in tensors.items():
@@ -151,7 +161,7 @@ class _Walk:
         return self.busy[function]
 
 
-def _name(op: Any) -> str:
+def name_of(op: Any) -> str:
     """Name of the traced operation of an MLIR operation; empty if it has none."""
     for text in _LOCATION.findall(str(op.location)):
         if text and not re.search(r"\.\w+$", text.split(":")[0]):
@@ -161,7 +171,7 @@ def _name(op: Any) -> str:
     return ""
 
 
-def _tensor(kind: Any) -> tuple[str, tuple[int, ...], int]:
+def tensor_of(kind: Any) -> tuple[str, tuple[int, ...], int]:
     """Element type as HLO spells it, sizes and bytes of an MLIR tensor type."""
     found = _TENSOR.match(str(kind))
     if not found:

@@ -15,13 +15,14 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from fsdp_jax import _batch, _functional
+from fsdp_jax import _arguments, _batch, _functional
+from fsdp_jax._beside_caches import check_beside_caches
+from fsdp_jax._execute import Note, execute
 from fsdp_jax._join import REDUCTIONS, Request, check_no_rows, slots_of
 from fsdp_jax._move import place
 from fsdp_jax._nested import run_nested
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._prepare import plan_program
-from fsdp_jax._program import Note, execute
 from fsdp_jax._rows import batch_rows
 from fsdp_jax._stages import REDUCED, Stages
 from fsdp_jax._state import (
@@ -76,8 +77,10 @@ def value_and_grad(
             is on, each slice reduce-scatters and the shards add up; off, there is one
             reduction at the end. `set_reshard_after_backward(False)` keeps parameters
             gathered from slice to slice.
-        in_specs: one PartitionSpec (or prefix of specs) per argument besides the model;
-            None keeps the default for that argument.
+        in_specs: one PartitionSpec (or prefix of specs) per positional argument besides
+            the model, or a dict of them by the names of arguments, also of keyword
+            arguments; None keeps the default for that argument. One PartitionSpec is
+            for all of them.
 
     Returns:
         A function with the arguments of `f`, returning what `nnx.value_and_grad` would:
@@ -168,8 +171,8 @@ def shard_map(f: Callable, *, in_specs: Any = None, out_specs: Any = None) -> Ca
     request = Request(
         "shard_map",
         f,
-        in_specs=_batch.FrozenSpecs.of(in_specs),
-        out_specs=_batch.FrozenSpecs.of(out_specs),
+        in_specs=_arguments.FrozenSpecs.of(in_specs),
+        out_specs=_arguments.FrozenSpecs.of(out_specs),
     )
 
     @functools.wraps(f)
@@ -214,7 +217,7 @@ def request_of(
         raise ValueError(
             f"{who}: num_microbatches must be >= 1, got {num_microbatches}."
         )
-    if "pending" in _batch.parameter_names(f):
+    if "pending" in _arguments.parameter_names(f):
         raise ValueError(
             f"{who}: f has a parameter named 'pending', which the function made "
             "here takes itself, for gradients to add. Rename it."
@@ -241,7 +244,7 @@ def request_of(
         tuple(filters),
         reduction,
         num_microbatches,
-        _batch.FrozenSpecs.of(in_specs),
+        _arguments.FrozenSpecs.of(in_specs),
     )
 
 
@@ -256,17 +259,17 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
     _functional.check_writable(nodes)
     _batch.check_context(mesh, who)
     for spec in request.out_specs.leaves:
-        _batch.check_spec("out_specs", spec, mesh, who)
-    names = _batch.argument_names(request.f, args)
-    arg_specs = _batch.resolve_specs(
+        _arguments.check_spec("out_specs", spec, mesh, who)
+    placement = _arguments.place_arguments(
+        request.f,
         args,
         kwargs,
-        names,
         request.in_specs.tree(),
         mesh,
         who,
         request.num_microbatches,
     )
+    arg_specs = placement.specs
     modules = [m for node in nodes for m in sharded_modules(node)]
     for module in modules:
         check_concrete(module, who)
@@ -278,11 +281,15 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
         taken_state, state_arrays = _functional.take_arrays(state)
         rows = batch_rows([x.shape for x in arrays], arg_specs, mesh)
         slots = slots_of(state, mesh, rows)
+        if mesh.num_devices > 1:
+            cut = kwargs.get(_arguments.CACHES, {})
+            check_beside_caches(who, slots, state_arrays, cut, placement.whole)
         call = Call(
             request, mesh, taken, graphdef, taken_state, slots, len(modules), rows
         )
         chosen = None
         if request.argnums is not None:
+            names = [str(a) for a in _arguments.arguments_of(request.f, args)]
             chosen = select(request, args, nodes, slots, arg_specs, names)
             check_no_rows(request, slots, chosen.positions)
         program, old = plan_program(call, nodes, arg_specs, chosen, pending)

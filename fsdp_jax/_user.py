@@ -7,7 +7,6 @@ must not: differentiating the call (`_program`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from fsdp_jax import _collectives, _cotangents, _functional
+from fsdp_jax import _cotangents, _functional
 from fsdp_jax._comm import Defer
 from fsdp_jax._join import (
     Change,
@@ -121,7 +120,7 @@ def call_user(
     """
     request, mesh = call.request, call.mesh
     num_state = len(call.variables)
-    held = _fold_keys(call, arrays[:num_state])
+    held = list(arrays[:num_state])
     nodes = _functional.merge_inner(
         call.graphdef, call.state.put((), held), tracked=True
     )
@@ -175,9 +174,7 @@ def call_user(
     slots = slots_of(state, mesh, call.rows_here)
     for slot, x in zip(slots, state_arrays, strict=True):
         source = before[slot.path].pop(0) if before.get(slot.path) else None
-        same = source is not None and (
-            x is shard_in(held[source]) or issubclass(slot.kind, nnx.RngKey)
-        )
+        same = source is not None and x is shard_in(held[source])
         sources.append(source if same else None)
         if not same:
             rest.append(jnp.asarray(x))
@@ -259,22 +256,6 @@ def _check_sliced(request: Request, change: Change) -> None:
             f"{request.who}: f makes the {kind.__name__} {name!r}, a new one for every "
             "micro-batch. Make the metric before, and pass it as an argument."
         )
-
-
-def _fold_keys(call: Call, arrays: list[Any]) -> list[Any]:
-    """Give each random stream a key of its own on each device."""
-    if call.mesh.num_devices == 1:
-        return list(arrays)
-    held = list(arrays)
-    for i, slot in enumerate(call.variables):
-        if issubclass(slot.kind, nnx.RngKey):
-            fold = functools.partial(
-                jax.random.fold_in, data=_collectives.device_index(call.mesh)
-            )
-            for _ in range(held[i].ndim):
-                fold = jax.vmap(fold)
-            held[i] = fold(held[i])
-    return held
 
 
 def _with_value(request: Request, taken: _functional.Taken) -> _functional.Taken:

@@ -21,6 +21,7 @@ from fsdp_jax._host_update import on_host
 from fsdp_jax._linen_model import ShardedModule as ShardedModule
 from fsdp_jax._linen_program import Adapter, infos_of, nested
 from fsdp_jax._linen_shard import fully_shard as fully_shard
+from fsdp_jax._moments import Memory
 from fsdp_jax._move import move
 from fsdp_jax._optimizer import init_elsewhere
 from fsdp_jax._pending import PendingGradients
@@ -56,7 +57,8 @@ def value_and_grad(
             each. Other floating scalars are averaged, arrays concatenated on dim 0.
         reduction: as in `fsdp_jax.value_and_grad`, as are the others.
         num_microbatches: slices of each device's rows.
-        in_specs: one PartitionSpec (or prefix of specs) per argument after the first.
+        in_specs: one PartitionSpec (or prefix of specs) per positional argument after
+            the first, or a dict by the names of arguments.
 
     Returns:
         A function with the arguments of `f` that returns `(value, grads)`, or
@@ -208,7 +210,8 @@ def optimizer(
 
     def init(params: Any) -> Any:
         state = init_elsewhere(tx).init(params)
-        return jax.tree_util.tree_map_with_path(settle, state)
+        state = jax.tree_util.tree_map_with_path(settle, state)
+        return Memory(params).own(state)
 
     update = on_host(tx).update if PINNED_HOST in kinds else tx.update
     return optax.GradientTransformationExtraArgs(init, update)

@@ -35,6 +35,7 @@ from fsdp_jax._hlo_schedule import HloSchedule, Transfer, read_schedule
 from fsdp_jax._report_data import CommRow, GatherTiming, Memory, ScheduleReport
 from fsdp_jax._report_rows import ideal_bytes, rows_of_partitioner, rows_of_written
 from fsdp_jax._stablehlo import Written, read_collectives
+from fsdp_jax._stablehlo_origins import gathered_arguments
 
 _LARGE = 64 * 1024  # bytes of an array that is no statistic, norm or bias
 _BUNCHED = 2  # groups; more in a row are worth a warning
@@ -47,7 +48,8 @@ class CommReport:
     Attributes:
         rows: collectives by group, direction, kind and dtype, in program order.
         ideal_gather_bytes: what each device must receive to hold every parameter of the
-            arguments once, in the dtype that gathers have; None without parameters.
+            arguments that the step gathers once, in the dtype that gathers have; None
+            without parameters.
         ideal_reduce_bytes: the same in the dtype that reduce-scatters have.
         memory: bytes by kind.
         schedule: what the compiler made of the order; None with `compiled=False`.
@@ -176,14 +178,17 @@ def comm_report(
             )
     lowered: Any = lower(*args, **kwargs)
     lowered = getattr(lowered, "lowered", lowered)  # NNX wraps JAX's
-    written = read_collectives(lowered.compiler_ir("stablehlo"))
+    module = lowered.compiler_ir("stablehlo")
+    written, gathered = read_collectives(module), gathered_arguments(module)
     arguments = measure_arguments((args, kwargs))
     if compiled is None:
         compiled = lowered.compile()
-    return _assemble(written, arguments, compiled)
+    return _assemble(written, gathered, arguments, compiled)
 
 
-def _assemble(written: list[Written], arguments: ArgumentBytes, compiled: Any):
+def _assemble(
+    written: list[Written], gathered: Any, arguments: ArgumentBytes, compiled: Any
+) -> CommReport:
     """Put a report together from what was read."""
     rows = rows_of_written(written)
     schedule = figures = None
@@ -198,14 +203,17 @@ def _assemble(written: list[Written], arguments: ArgumentBytes, compiled: Any):
     if compiled is not False:
         schedule = read_schedule(compiled.as_text())
         _figures.name_by_shape(schedule.transfers, written)
+        _figures.tell_apart(schedule.transfers, written)
         kind = _device_kind(compiled) or arguments.device_kind
         figures = _schedule_report(schedule, kind)
         memory = _memory(memory, schedule, compiled.memory_analysis(), kind)
         rows += rows_of_partitioner(schedule.transfers)
     report = CommReport(
         rows=tuple(rows),
-        ideal_gather_bytes=ideal_bytes(arguments, rows, (GATHER, REGATHER)),
-        ideal_reduce_bytes=ideal_bytes(arguments, rows, (REDUCE_SCATTER, ALL_REDUCE)),
+        ideal_gather_bytes=ideal_bytes(arguments, gathered, rows, (GATHER, REGATHER)),
+        ideal_reduce_bytes=ideal_bytes(
+            arguments, gathered, rows, (REDUCE_SCATTER, ALL_REDUCE)
+        ),
         memory=memory,
         schedule=figures,
         warnings=(),
@@ -302,6 +310,7 @@ def _warnings(report: CommReport, transfers: Sequence[Transfer]) -> Iterable[str
     """What looks wrong, one sentence each."""
     mebibytes = 1 << 20
     large = [t for t in transfers if t.op == "all-reduce" and t.full_bytes >= _LARGE]
+    own = any(r.group not in (USER, PARTITIONER) for r in report.rows)
     torus = "On TPU, give the mesh one axis per torus dimension: fsdp_jax.make_mesh()"
     for direction, what in (
         (REDUCE_SCATTER, f"the compiler replaced a reduce-scatter. {torus}"),
@@ -314,6 +323,7 @@ def _warnings(report: CommReport, transfers: Sequence[Transfer]) -> Iterable[str
         (REGATHER, f"the compiler replaced a gather. {torus}"),
     ):
         found = [t for t in large if t.direction == direction and t.groups != (USER,)]
+        found = [t for t in found if not own or t.partitioner_bytes < t.full_bytes]
         if found:
             size = sum(t.full_bytes for t in found) / mebibytes
             groups = sorted({g for t in found for g in t.groups})

@@ -612,6 +612,11 @@ def test_a_cache_is_cut_with_the_batch():
     model, placed = linen.fully_shard(Decoder(), variables, modules="a")
     got = jax.jit(linen.shard_map(decode(model.apply), model))(placed, x)
     close(got, jax.jit(decode(Decoder().apply))(variables, x))
+    beside = {**placed, "starts": {"at": jnp.zeros(16, int)}}
+    with pytest.raises(
+        ValueError, match=r"'.*at' of shape \(16,\) .* collection 'cache'"
+    ):
+        linen.shard_map(decode(model.apply), model)(beside, x)
 
 
 # --- functions of parameters ------------------------------------------------------
@@ -747,6 +752,10 @@ def test_partitioned_boxes_stay_and_their_axes_need_not_exist():
     state: Any = tx.init(placed["params"])
     moment = state[0].mu["unit_0"]["kernel"]
     assert moment.value.sharding == kernel.value.sharding
+    keep = optax.GradientTransformation(lambda params: params, optax.identity().update)
+    kept: Any = linen.optimizer(keep, model).init(placed["params"])["unit_0"]["kernel"]
+    pieces = [x.value.addressable_data(0) for x in (kernel, kept)]
+    assert len({x.unsafe_buffer_pointer() for x in pieces}) == 2  # may be donated
     want = Annotated().apply(Annotated().init(KEY, X), X)
     with jax.set_mesh(mesh):
         close(model.apply(placed, X), want)

@@ -340,6 +340,56 @@ def test_what_caches_cannot_do_is_said():
         fsdp_jax.shard_map(stack)(prefixed, rows(4))
 
 
+class Started(nnx.Module):
+    """A cache of rows, and other state beside it."""
+
+    def __init__(self, prefix: Any, **state: nnx.Variable) -> None:
+        self.inner = Prefixed(prefix)
+        for name, variable in state.items():
+            setattr(self, name, variable)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("variable", "found"),
+    [
+        (Count(jnp.zeros(8, jnp.int32)), "the Count 'start' of shape .8,. is whole"),
+        (nnx.Variable(jnp.zeros((8, 5))), "but dim 0 has as many entries as the Cache"),
+        (nnx.Variable(jnp.zeros((1, 8))), "but dim 1 has .*'inner.prefix'"),
+        (Count(jnp.zeros((5, 8), bool)), "but dim 1 .* make it an nnx.Cache"),
+        (nnx.data(jnp.zeros(8)), "the array 'start'"),
+    ],
+    ids=["index", "floats", "after a one", "any of a mask", "no Variable"],
+)
+def test_state_that_may_hold_rows_beside_a_cut_cache_is_refused(variable, found):
+    model = fully_shard(Started(rows(8), start=variable), mesh=mesh_of(8))
+    with pytest.raises(ValueError, match=f"^value_and_grad: .*{found}"):
+        fsdp_jax.value_and_grad(square)(model, rows(8))
+    said = fsdp_jax.value_and_grad(square, in_specs={"model": PartitionSpec()})
+    want = square(Started(rows(8)), rows(8))
+    np.testing.assert_allclose(said(model, rows(8))[0], want, rtol=1e-5)
+
+
+def test_other_state_beside_a_cut_cache_is_whole():
+    table = {
+        "table": nnx.Variable(jnp.ones((5, 8))),
+        "count": Count(jnp.zeros((), int)),
+    }
+    model = Started(rows(8), sown=nnx.Intermediate(rows(8)), **table)
+    fully_shard(model, mesh=mesh_of(8))
+    want = square(Started(rows(8)), rows(8))
+    np.testing.assert_allclose(
+        fsdp_jax.shard_map(square)(model, rows(8)), want, rtol=1e-5
+    )
+    alone: Any = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    alone.table = nnx.Variable(jnp.arange(8.0))
+    fully_shard(alone, mesh=mesh_of(8))
+    total = fsdp_jax.shard_map(lambda model, x: model.table[...].sum() + 0 * x.sum())
+    assert total(alone, rows(8)) == 28
+
+
 # --- metrics --------------------------------------------------------------------------
 
 

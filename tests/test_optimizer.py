@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -413,3 +414,64 @@ def test_modules_on_different_meshes_raise(mesh8):
     models = nnx.List([small(mesh8), small(helpers.mesh_of(4))])
     with pytest.raises(ValueError, match="Optimizer: .* 2 different meshes"):
         fsdp_jax.Optimizer(models, optax.sgd(0.1))
+
+
+# --- state that shares memory with the parameters ---------------------------------
+
+
+def places_of(tree: Any) -> list[Any]:
+    """Where each shard of each array lies."""
+    return [
+        (shard.device, shard.data.unsafe_buffer_pointer())
+        for x in jax.tree.leaves(tree)
+        for shard in x.addressable_shards
+    ]
+
+
+def keeping() -> optax.GradientTransformation:
+    """SGD that keeps the parameters it began with twice, and the latest ones."""
+
+    def update(grads, state, params):
+        first, second, _ = state
+        grads = jax.tree.map(lambda g, p, q: g + 0.1 * (p - q), grads, params, first)
+        return jax.tree.map(lambda g: -0.1 * g, grads), (first, second, params)
+
+    return optax.GradientTransformation(lambda params: (params,) * 3, update)
+
+
+def assert_apart(model: Any, optimizer: Any) -> None:
+    """No two arrays share memory; else JAX ends a process that donates them."""
+    places = places_of((nnx.state(model, nnx.Param), nnx.state(optimizer)))
+    assert len({*places}) == len(places)
+
+
+def test_a_step_can_donate_state_that_began_as_the_parameters():
+    plain, (x, y) = nnx.Linear(16, 8, rngs=nnx.Rngs(0)), helpers.regression_batch()
+    model = fully_shard(nnx.clone(plain), mesh=helpers.mesh_of(4))
+    optimizer = fsdp_jax.Optimizer(model, keeping())
+    assert_apart(model, optimizer)
+    step = nnx.jit(make_step(fsdp_jax.value_and_grad), donate_argnums=(0, 1))
+    step(model, optimizer, x, y)
+    _, grads = nnx.value_and_grad(helpers.mean_square)(plain, x, y)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(plain), grads)
+    helpers.assert_trees_close(nnx.state(model), expected)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model))
+    optimizer.update(model, grads)  # eagerly: the latest ones are the parameters
+    assert_apart(model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["prodigy", "cocob", "dog"])
+def test_state_of_optax_has_memory_of_its_own(name):
+    model = fully_shard(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(4))
+    optimizer = fsdp_jax.Optimizer(model, getattr(optax.contrib, name)())
+    assert_apart(model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["jit", "born"])
+def test_state_made_in_a_jitted_function_has_memory_of_its_own(how):
+    def make(model=None):
+        model = model or small(helpers.mesh_of(4))
+        return model, fsdp_jax.Optimizer(model, keeping())
+
+    given = () if how == "born" else (small(helpers.mesh_of(4)),)
+    assert_apart(*nnx.jit(make)(*given))

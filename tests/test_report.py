@@ -259,6 +259,61 @@ def test_what_the_partitioner_puts_in_is_told_apart():
     assert {row.num_devices for row in report.rows} == {8}
 
 
+def orthogonal(x: jax.Array) -> jax.Array:
+    """What a matrix optimizer makes of a gradient: products of whole matrices."""
+    x = x / jnp.linalg.norm(x)
+    for _ in range(2):
+        x = 1.5 * x - 0.5 * x @ (x.T @ x)
+    return x
+
+
+def test_the_partitioners_reductions_in_an_optimizer_are_not_the_librarys():
+    model = fsdp_jax.fully_shard(
+        nnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(4)
+    )
+    tx = optax.stateless(lambda grads, _: jax.tree.map(orthogonal, grads))
+    optimizer = fsdp_jax.Optimizer(model, tx)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = fsdp_jax.value_and_grad(lambda m, x: jnp.mean(m(x)))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    report = comm_report(step, model, optimizer, jnp.ones((8, 32)))
+    rows = {(r.group, r.direction): r for r in report.rows}
+    assert rows["loss", "all-reduce"].full_bytes == 4
+    assert rows["(partitioner)", "all-reduce"].full_bytes >= 16 * 16 * 4
+    assert report.wire_bytes(GATHER) == report.ideal_gather_bytes
+    schedule = report._schedule
+    assert schedule is not None
+    booked = [t for t in schedule.transfers if "loss" in t.groups]
+    assert sum(t.full_bytes - t.partitioner_bytes for t in booked) == 4
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_not_gathered_does_not_count_as_ideal(both):
+    model = helpers.shard_blocks(helpers.MLP(nnx.Rngs(0)), mesh=helpers.mesh_of(4))
+    average = nnx.clone(model)
+    moved = jax.tree.map(lambda p: p + 1, nnx.state(average, nnx.Param))
+    nnx.update(average, moved)  # arrays of its own
+
+    @nnx.jit
+    def step(model, average, x):
+        def loss(model, teacher, x):
+            return jnp.mean(model(x)) + (jnp.mean(teacher(x)) if both else 0)
+
+        value, grads = fsdp_jax.value_and_grad(loss)(model, average, x)
+        pairs = nnx.as_pure(nnx.state(average, nnx.Param)), nnx.as_pure(grads)
+        return value, jax.tree.map(lambda p, g: 0.9 * p + g, *pairs)
+
+    x, _ = helpers.regression_batch()
+    report = comm_report(step, model, average, x, compiled=False)
+    assert report.wire_bytes(GATHER) == report.ideal_gather_bytes
+    described = fsdp_jax.describe(model).total_bytes * 3 // 4
+    assert report.ideal_gather_bytes == described * (2 if both else 1)
+
+
 def automatic_step() -> Any:
     """Automatic partitioning of a large matrix whose gradient is wanted whole."""
     mesh = helpers.mesh_of(8)

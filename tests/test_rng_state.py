@@ -344,3 +344,85 @@ def test_captured_values_are_seen_in_the_loss(free, mesh8):
     got = fsdp_jax.value_and_grad(loss, has_aux=True)(model, rows(16))
     assert len(jax.tree.leaves(expected[0][1])) == 2
     helpers.assert_trees_close(got, expected)
+
+
+# --- keys that f writes -----------------------------------------------------------
+
+
+def reseeded(model, x, key):
+    nnx.reseed(model, default=key)
+    return model(x)
+
+
+def assigned(model, x, key):
+    model.dropout.rngs.key[...] = key
+    return model(x)
+
+
+def replaced(model, x, key):
+    model.dropout.rngs = nnx.Rngs(default=key).default.fork()
+    return model(x)
+
+
+def split(model, x, key):
+    nnx.split_rngs(model, splits=2)
+    return jnp.zeros(())
+
+
+def in_a_loop(model, x, key):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def loop(model, x):
+        nnx.reseed(model, default=key)
+        return model
+
+    loop(model, x)
+    return x.sum()
+
+
+@pytest.mark.parametrize("f", [reseeded, assigned, replaced, split, in_a_loop])
+def test_a_key_that_f_writes_is_refused_and_the_model_is_as_it_was(f):
+    model = fully_shard(Masks(nnx.Rngs(0)), mesh=helpers.mesh_of(4))
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.RngState))
+    text = "^shard_map: f writes the random key 'dropout.rngs.key'.*before the call"
+    with pytest.raises(ValueError, match=text):
+        fsdp_jax.shard_map(f)(model, jnp.ones((4, 8)), jax.random.key(3))
+    helpers.assert_trees_close(nnx.state(model, nnx.RngState), before)
+
+
+def test_a_stream_that_f_makes_of_the_models_is_refused():
+    model: Any = fully_shard(Masks(nnx.Rngs(0)), mesh=helpers.mesh_of(4))
+
+    def forked(model, x):
+        model.forked = model.dropout.rngs.fork()
+
+    with pytest.raises(ValueError, match="changed the RngKey 'forked.key'.*before"):
+        fsdp_jax.shard_map(forked)(model, jnp.ones((4, 8)))
+
+    def fresh(model, x):
+        model.fresh = nnx.Rngs(5)
+
+    fsdp_jax.shard_map(fresh)(model, jnp.ones((4, 8)))
+    assert model.fresh.params() == nnx.Rngs(5).params()
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_keys_that_pass_through_loops_and_branches_are_kept(slices):
+    model: Any = Masks(nnx.Rngs(0))
+    key = model.dropout.rngs.key[...]
+    fully_shard(model, mesh=helpers.mesh_of(4))
+
+    def f(model, x):
+        model.unshard()
+        nnx.remat(lambda model, x: model(x))(model, x)
+        nnx.scan(
+            lambda model, x: (model, nnx.jit(lambda model, x: model(x))(model, x)),
+            length=2,
+            in_axes=(nnx.Carry, None),
+            out_axes=(nnx.Carry, 0),
+        )(model, x)
+        nnx.cond(True, lambda model: model(x), lambda model: model(-x), model)
+        return model(x).mean()
+
+    fsdp_jax.value_and_grad(f, num_microbatches=slices)(model, jnp.ones((8, 8)))
+    assert model.dropout.rngs.key[...] == key
+    assert model.dropout.rngs.count[...] == 5 * slices

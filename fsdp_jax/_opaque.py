@@ -1,0 +1,157 @@
+"""Arrays in objects that JAX does not look into, and so cannot cut.
+
+What lives here: finding them, and the error that names them. What must not: opening
+such objects, which a policy's casts do (`_precision`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator, ValuesView
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, Sharding
+
+from fsdp_jax import _functional
+
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_WORDS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
+_PLAIN = (*_WORDS, Mesh, Sharding, jax.ShapeDtypeStruct)
+_NO_NUMBERS = ("O", "S", "U")  # objects and texts, as numpy calls them
+_ROWS = (list, tuple, set, frozenset, deque, ValuesView)
+
+
+def check(who: str, path: str, leaf: Any, spelled: str = "") -> None:
+    """Raise if a leaf of the arguments holds an array that has rows.
+
+    Args:
+        who: name of the public function.
+        path: of the leaf.
+        leaf: a leaf of JAX's that is no array of JAX or numpy.
+        spelled: how the user says that it is whole; empty if that cannot be said.
+
+    Raises:
+        TypeError: it does.
+    """
+    found = find_array(leaf)
+    if found is None:
+        return
+    where, x = found
+    shape, whole = _shape(x), f", or say that it is whole: {spelled}"
+    if not where:
+        raise TypeError(
+            f"{who}: {path} is a {_name(x)} of shape {shape}, no array of JAX or "
+            f"numpy, so it would not be cut. Pass jnp.asarray of it"
+            f"{whole if spelled else ''}."
+        )
+    raise TypeError(
+        f"{who}: {path}{where} is an array of shape {shape} in a {_name(leaf)}, which "
+        f"JAX does not look into, so it would not be cut. {_remedy(leaf)}"
+        f"{whole if spelled else ''}."
+    )
+
+
+def check_output(who: str, path: str, leaf: Any) -> None:
+    """Raise if a leaf of what a function returned holds an array that is traced.
+
+    Raises:
+        TypeError: it does.
+    """
+    found = find_array(leaf, rows=0)
+    if found is not None and isinstance(found[1], Tracer):
+        raise TypeError(
+            f"{who}: f returned an array in a {_name(leaf)} (output{path}{found[0]}), "
+            f"which JAX does not look into. {_remedy(leaf)}."
+        )
+
+
+def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
+    """The first array in what is no pytree: where it is, and the array.
+
+    Attributes and slots are looked into, containers, and what a function has in its
+    closure, its defaults, or bound.
+
+    Args:
+        root: a leaf of JAX's.
+        rows: the least number of dims.
+    """
+    queue: deque[tuple[str, Any]] = deque([("", root)])
+    seen: dict[int, Any] = {}
+    while queue:
+        where, x = queue.popleft()
+        if isinstance(x, _PLAIN) or id(x) in seen:
+            continue
+        seen[id(x)] = x  # kept, so that no other object gets its id
+        if isinstance(x, nnx.Variable):
+            queue.append((where, x.get_raw_value()))
+        elif _is_array_like(x):
+            if len(_shape(x)) >= rows:
+                return where, x
+        else:
+            queue.extend((where + at, child) for at, child in _children(x))
+    return None
+
+
+def _is_array_like(x: Any) -> bool:
+    """Whether `x` is an array of numbers, of whatever library."""
+    if _functional.is_array(x):
+        return getattr(x.dtype, "kind", "") not in _NO_NUMBERS
+    return hasattr(type(x), "__array__") or hasattr(type(x), "__jax_array__")
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
+
+
+def _children(x: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(x, (dict, types.MappingProxyType)):
+        yield from ((f"[{k!r}]", v) for k, v in x.items())
+    elif isinstance(x, _ROWS):
+        yield from ((f"[{i}]", v) for i, v in enumerate(x))
+    elif isinstance(x, functools.partial):
+        yield ".func", x.func
+        yield from ((f".args[{i}]", v) for i, v in enumerate(x.args))
+        yield from ((f".keywords[{k!r}]", v) for k, v in x.keywords.items())
+    elif isinstance(x, _METHODS):
+        yield ".__self__", x.__self__
+        yield ".__func__", getattr(x, "__func__", None)
+    elif isinstance(x, types.FunctionType):
+        names = x.__code__.co_freevars
+        for name, cell in zip(names, x.__closure__ or ()):
+            try:
+                yield f" ({name!r} in its closure)", cell.cell_contents
+            except ValueError:  # a name that is not bound yet
+                continue
+        given = [*enumerate(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items()]
+        yield from ((f" (default {name!r})", v) for name, v in given)
+    for name, value in getattr(x, "__dict__", {}).items():
+        yield f".{name}", value
+    for cls in type(x).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
+            member = cls.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield f".{name}", member.__get__(x)
+                except AttributeError:  # a slot that is not set
+                    continue
+
+
+def _name(x: Any) -> str:
+    return type(x).__name__
+
+
+def _remedy(leaf: Any) -> str:
+    if callable(leaf) and not isinstance(leaf, type):
+        return "Pass the array as an argument of its own"
+    return (
+        f"Register {_name(leaf)} with JAX (jax.tree_util.register_dataclass, or "
+        "register_pytree_node), or pass the arrays themselves"
+    )
