@@ -80,8 +80,7 @@ def check(
     Raises:
         TypeError: an argument of the wrong type, or called while tracing.
         ValueError: no sharded model, or an unknown reduction.
-        And what `f` itself raises on the unsharded model, as it does if it calls
-        `fsdp_jax.grad`, `value_and_grad` or `unsharded`, which need a sharded one.
+        And what `f` itself raises on the unsharded model.
 
     Source: README, "Before a long job".
     """
@@ -156,10 +155,7 @@ def _report(lab: Lab, tolerance: Tolerance) -> CheckReport:
     try:
         whole = judge.whole(judge.how)
     except Exception as error:
-        error.add_note(
-            f"{WHO}: f failed on the unsharded model, on the whole batch. (What itself "
-            "calls fsdp_jax.grad, value_and_grad or unsharded cannot be checked.)"
-        )
+        error.add_note(f"{WHO}: f failed on the unsharded model, on the whole batch.")
         raise
     treated = [*_check_listing.arguments(subject), *_check_listing.outside(subject)]
     count = subject.mesh.num_devices

@@ -28,6 +28,7 @@ from fsdp_jax._check_subject import Subject, Variation, as_varied, copied
 from fsdp_jax._join import Request, owners
 from fsdp_jax._loss import split_loss
 from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._nested import standing_in
 from fsdp_jax._policies import MixedPrecisionPolicy
 from fsdp_jax._spec import dotted
 from fsdp_jax._state import set_state, sharded_modules
@@ -289,7 +290,7 @@ def _device_program(
             )
             as_varied(nodes, how, mesh)
             args, kwargs = subject.taken.put(nodes, given)
-            with subject.plain_apply(how, mesh):
+            with subject.plain_apply(how, mesh), standing_in(mesh):
                 output = request.f(*args, **kwargs)
             loss, output = _split(request, output)
             collected = _collected(subject, nodes, output)

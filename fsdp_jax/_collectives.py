@@ -277,6 +277,7 @@ def _split(rows: Array, sizes: Sequence[int]) -> list[Array]:
 def _scope(kind: str, name: str):
     """Names a collective in profiles and reports: `fsdp:gather:blocks.3`."""
     plain = re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII)  # a scope is a path
+    plain = plain or "(root)"  # XLA drops a name that ends with a colon
     return jax.named_scope(f"fsdp:{kind}:{plain}")
 
 

@@ -21,7 +21,7 @@ from fsdp_jax._join import Request
 from fsdp_jax._linen_names import Path, canonical, joined, named
 from fsdp_jax._linen_units import READS, Info, Level, read
 from fsdp_jax._managed import install, spec_of
-from fsdp_jax._nested import check_nested
+from fsdp_jax._nested import check_nested, mesh_in_f
 from fsdp_jax._state import FSDPState, is_sharded, state_of
 
 # Cut over the devices as the batch is; all other collections are whole on each.
@@ -345,6 +345,7 @@ def nested(
         ValueError: options that have no meaning here.
     """
     check_nested(request, pending)
+    mesh = mesh_in_f(lambda: model.mesh)
     whole = isinstance(first, Mapping) and "params" in first
 
     def run(params: Any) -> Any:
@@ -352,12 +353,11 @@ def nested(
         with _cotangents.running_f():
             output = request.f(given, *args, **kwargs)
             loss, aux = _loss.split_loss(request, output)
-        return _loss.value_of(request, model.mesh, loss), aux
+        return _loss.value_of(request, mesh, loss), aux
 
     params = first["params"] if whole else first
     with _cotangents.differentiating():
         (value, aux), grads = jax.value_and_grad(run, has_aux=True)(params)
-    mesh = model.mesh
     by = float(mesh.num_devices) if request.reduction == "mean" else 1.0
     grads = jax.tree.map(lambda g: _means.divided_sum(g, mesh, "inner", by), grads)
     value = (value, aux) if request.has_aux else value

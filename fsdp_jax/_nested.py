@@ -7,10 +7,13 @@ of one device. What must not: what cotangents stand for (`_cotangents`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax import _arguments, _batch, _cotangents, _functional, _loss, _means
@@ -22,6 +25,33 @@ from fsdp_jax._param import with_value
 from fsdp_jax._spec import dotted
 from fsdp_jax._state import comm_for, group_of, sharded_modules, state_of
 
+# The mesh on which `f` runs with unsharded models in place of sharded ones, if it does.
+_STANDING_IN: ContextVar[MeshInfo | None] = ContextVar("fsdp_standing_in", default=None)
+
+
+@contextmanager
+def standing_in(mesh: MeshInfo) -> Iterator[None]:
+    """Let what `f` calls here take plain models of one device in place of sharded ones.
+
+    Args:
+        mesh: of the per-device program.
+    """
+    token = _STANDING_IN.set(mesh)
+    try:
+        yield
+    finally:
+        _STANDING_IN.reset(token)
+
+
+def called_in_f() -> bool:
+    """Whether a function of the user runs in a program."""
+    return _cotangents.in_f() or _STANDING_IN.get() is not None
+
+
+def mesh_in_f(mesh: Callable[[], MeshInfo]) -> MeshInfo:
+    """The mesh of the program that runs `f`; of the models, unless others stand in."""
+    return _STANDING_IN.get() or mesh()
+
 
 def check_nested(request: Request, pending: Any) -> None:
     """Raise unless a program may be asked for in a per-device program.
@@ -32,7 +62,7 @@ def check_nested(request: Request, pending: Any) -> None:
         ValueError: options that have no meaning here.
     """
     who = request.who
-    if not _cotangents.in_f():
+    if not called_in_f():
         raise RuntimeError(
             f"{who}: called inside a jax.shard_map of your own. Call it outside, or "
             "use nnx.value_and_grad inside: there the modules average their own "
@@ -66,7 +96,7 @@ def run_nested(request: Request, args: tuple, kwargs: dict, pending: Any) -> Any
     check_nested(request, pending)
     who = request.who
     _, nodes, _ = _functional.take((args, kwargs))
-    mesh = _batch.mesh_of(nodes, who)
+    mesh = mesh_in_f(lambda: _batch.mesh_of(nodes, who))
     names = [str(a) for a in _arguments.arguments_of(request.f, args)]
     diff: list[Any] = []
     for number, wrt in zip(request.argnums or (), request.wrt):
@@ -108,20 +138,31 @@ def _check_at_hand(who: str, model: Any, wrt: Any) -> None:
     """Raise if what is to be differentiated is not in the Variables as it is.
 
     Raises:
-        NotImplementedError: it is not.
+        RuntimeError: its gradients are not to be reduced.
+        NotImplementedError: it is elsewhere.
     """
     predicate = nnx.filterlib.to_predicate(wrt)
     for node in _functional.take(model)[1]:
         for path, v in _functional.walk(node):
             raw = v.get_raw_value() if isinstance(v, nnx.Variable) else None
             elsewhere = isinstance(raw, Local) and raw.sink is not None
-            if elsewhere and predicate(path, v):
-                raise NotImplementedError(
-                    f"{who}: parameter {dotted(path)!r} rests in host memory or in "
-                    "float16, and f can take no gradient over all devices with respect "
-                    "to such. Differentiate the result outside of the program, or use "
-                    "fsdp_jax.unsharded(model) for this device's own gradient."
+            if not (elsewhere and predicate(path, v)):
+                continue
+            spec = spec_of(v)
+            away = spec is not None and spec.memory_kind is not None
+            if not away and v.dtype != jnp.float16:
+                raise RuntimeError(
+                    f"{who}: f differentiates with respect to parameter "
+                    f"{dotted(path)!r} itself, while gradients of its module are not "
+                    "reduced (set_requires_gradient_sync or set_requires_all_reduce is "
+                    "False). Set gradient sync to True for this call."
                 )
+            raise NotImplementedError(
+                f"{who}: parameter {dotted(path)!r} rests in host memory or in "
+                "float16, and f can take no gradient over all devices by it. "
+                "Differentiate the result outside of the program, or use "
+                "fsdp_jax.unsharded(model) for this device's own gradient."
+            )
 
 
 def _finished(model: Any, grads: Any, mesh: MeshInfo, averages: bool) -> Any:
@@ -201,6 +242,8 @@ def unsharded(model: Any) -> Any:
             "parameters that fsdp_jax.linen gives a function are whole already: use "
             "the Linen module itself, model.module.apply."
         )
+    if _STANDING_IN.get() is not None:
+        return nnx.clone(model, graph=True)
     if not sharded_modules(model):
         raise ValueError(
             "unsharded: the model is, or contains, no module that fully_shard was "

@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import optax
 
-from fsdp_jax import _cotangents, _functional, _transforms
+from fsdp_jax import _functional, _transforms
 from fsdp_jax._host_update import on_host
 from fsdp_jax._linen_model import ShardedModule as ShardedModule
 from fsdp_jax._linen_program import Adapter, infos_of, nested
 from fsdp_jax._linen_shard import fully_shard as fully_shard
 from fsdp_jax._moments import Memory
 from fsdp_jax._move import move
+from fsdp_jax._nested import called_in_f
 from fsdp_jax._optimizer import init_elsewhere
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._policies import PINNED_HOST
@@ -85,7 +86,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_grad_f(first: Any, /, *args: Any, pending: Any = None, **kwargs: Any):
-        if _cotangents.in_f():
+        if called_in_f():
             request = _transforms.request_of("value_and_grad", f, **options)
             return nested(request, model, first, args, kwargs, pending)
         _warn_without_batch((args, kwargs), model)

@@ -427,3 +427,13 @@ def test_misuse_is_refused_and_what_f_raises_comes_through():
     with pytest.raises(ZeroDivisionError) as caught:
         check(plain(), lambda model, x: 1 / 0, X)
     assert "on the unsharded model" in "".join(caught.value.__notes__)
+
+
+def test_a_function_that_takes_gradients_itself():
+    def f(model, x, y):
+        grads = fsdp_jax.grad(loss)(model, x, y)
+        copy = fsdp_jax.unsharded(model)
+        return loss(model, x, y) + fsdp_jax.global_norm(grads) + loss(copy, x, y)
+
+    report = check(plain(), f, X, Y)
+    assert report.ok and not report.rows, str(report)

@@ -81,8 +81,7 @@ def same(got: Any, want: Any) -> None:
 # --- from outside -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("free", [True, False])
-@pytest.mark.parametrize("shape", [*LAYOUTS, (3,)])
+@pytest.mark.parametrize("shape, free", [((2, 4), True), ((3,), False)])
 def test_a_loss_over_the_whole_batch_outside_of_the_program(
     shape: tuple[int, ...], free: bool
 ) -> None:
@@ -97,16 +96,15 @@ def test_a_loss_over_the_whole_batch_outside_of_the_program(
 
 
 OPTIONS = [
-    ("mean", loss, 1),
-    ("sum", total, 1),
-    ("weighted", pair, 1),
-    ("mean", loss, 2),
-    ("weighted", pair, 2),
+    ("value", "mean", loss, 2),
+    ("value", "weighted", pair, 1),
+    ("gradients", "mean", loss, 1),
+    ("gradients", "sum", total, 1),
+    ("gradients", "weighted", pair, 2),
 ]
 
 
-@pytest.mark.parametrize("reduction, f, slices", OPTIONS)
-@pytest.mark.parametrize("of", ["value", "gradients"])
+@pytest.mark.parametrize("of, reduction, f, slices", OPTIONS)
 def test_what_value_and_grad_returns_is_differentiated(
     of: str, reduction: str, f: Callable, slices: int
 ) -> None:
@@ -131,7 +129,7 @@ def test_what_value_and_grad_returns_is_differentiated(
     same(outer(fsdp_jax.value_and_grad(f, **options))(model, x, y), want)
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (8,), (2, 4)])
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4)])
 def test_the_third_order(shape: tuple[int, ...]) -> None:
     x, y = batch()
 
@@ -143,8 +141,7 @@ def test_the_third_order(shape: tuple[int, ...]) -> None:
     same(third(fsdp_jax.grad)(net(shape)), third(nnx.grad)(Net()))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("shape", LAYOUTS)
+@pytest.mark.parametrize("shape, compiled", [((4,), False), ((2, 4), True)])
 def test_a_users_own_program_from_outside(
     shape: tuple[int, ...], compiled: bool
 ) -> None:
@@ -213,7 +210,7 @@ def with_fixed_gradient(x: jax.Array) -> jax.Array:
 with_fixed_gradient.defvjp(lambda x: (x, None), lambda _, ct: (ct + 1 / len(ct),))
 
 
-@pytest.mark.parametrize("shape", LAYOUTS)
+@pytest.mark.parametrize("shape", LAYOUTS[1:])
 def test_gradients_that_do_not_depend_linearly_on_what_arrives(
     shape: tuple[int, ...],
 ) -> None:
@@ -246,8 +243,7 @@ def one_step(grad: Callable) -> Callable:
     return f
 
 
-@pytest.mark.parametrize("free", [True, False])
-@pytest.mark.parametrize("shape", [*LAYOUTS, (3,)])
+@pytest.mark.parametrize("shape, free", [((2, 4), True), ((3,), False)])
 def test_a_nested_gradient_is_that_of_all_devices(
     shape: tuple[int, ...], free: bool
 ) -> None:
@@ -257,10 +253,8 @@ def test_a_nested_gradient_is_that_of_all_devices(
     same(step(net(shape, reshard_after_forward=free), x, y), want)
 
 
-@pytest.mark.parametrize("reduction, f, slices", OPTIONS[1:3])
-def test_a_nested_value_and_its_reductions(
-    reduction: str, f: Callable, slices: int
-) -> None:
+@pytest.mark.parametrize("reduction, f", [("sum", total), ("weighted", pair)])
+def test_a_nested_value_and_its_reductions(reduction: str, f: Callable) -> None:
     x, y = batch()
 
     def whole(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -287,8 +281,7 @@ def task(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return loss(model, x, y)
 
 
-@pytest.mark.parametrize("how", ["copy", "unshard"])
-@pytest.mark.parametrize("shape", LAYOUTS)
+@pytest.mark.parametrize("shape, how", [((2, 4), "copy"), ((4,), "unshard")])
 def test_a_task_per_device(shape: tuple[int, ...], how: str) -> None:
     x, y = batch()
     count = int(np.prod(shape))

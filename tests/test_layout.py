@@ -163,14 +163,17 @@ def test_every_member_is_in_one_bucket():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("divisor", [0.5, 1, 2, 3, 8, 64, 100, 256])
 def test_the_parts_of_a_divisor_multiply_to_it(dtype, divisor):
-    before, after = _layout.divide_factors(jnp.dtype(dtype), divisor)
-    assert before * after == pytest.approx(divisor)
-    if dtype != "float16":
-        assert before == 1.0
+    for count in (1, 8):
+        before, after = _layout.divide_factors(jnp.dtype(dtype), divisor, count)
+        assert before * after == pytest.approx(divisor)
+        if dtype != "float16":
+            assert before == 1.0
 
 
-@pytest.mark.parametrize("divisor", [2, 8, 64, 256])
-def test_float16_divides_about_half_before_the_sum(divisor):
-    before, _ = _layout.divide_factors(jnp.dtype("float16"), divisor)
-    assert math.sqrt(divisor) <= before <= 2 * math.sqrt(divisor)
+@pytest.mark.parametrize("count", [2, 8, 64, 256])
+@pytest.mark.parametrize("divides", [True, False])
+def test_float16_divides_about_half_before_the_sum(count, divides):
+    divisor = count if divides else 1
+    before, _ = _layout.divide_factors(jnp.dtype("float16"), divisor, count)
+    assert math.sqrt(count) <= before <= 2 * math.sqrt(count)
     assert math.log2(before).is_integer()
