@@ -49,6 +49,7 @@ class GroupComm:
         defer: which reductions are left to a later call.
         offloaded: whether its members rest in host memory.
         user_program: whether it travels in a `jax.shard_map` of the user's own.
+        nested: there, whether in a program inside of it, such as a call of `jax.jit`.
     """
 
     mesh: MeshInfo
@@ -63,6 +64,7 @@ class GroupComm:
     defer: Defer = ""
     offloaded: bool = False
     user_program: bool = False
+    nested: bool = False
 
     @property
     def divisor(self) -> float:

@@ -95,17 +95,8 @@ def to_shards(
         grads: as `scatter_group` takes them.
         dtypes: likewise.
         comm: how the group travels.
-
-    Raises:
-        InnerGradientError: the user's function differentiates, in a program of this
-            library.
     """
-    some = any(g is not None for g in grads)
-    if some and in_f() and comm.mesh.num_devices > 1:
-        raise InnerGradientError(
-            f"the parameters of module {comm.name or 'the root'!r}"
-        )
-    if not (comm.user_program and _from_inside()):
+    if not (comm.user_program and from_outside() and _from_inside(comm)):
         return scatter_group(grads, dtypes, comm.undivided())
     shards = scatter_group(grads, dtypes, comm)
     return [
@@ -143,7 +134,7 @@ def leave_full(shard: Array, comm: GroupComm) -> Array:
         return shard
 
     def backward(_: Any, ct: Array) -> tuple[Array]:
-        return (ct * comm.exit_divisor if _from_inside() else ct,)
+        return (ct * comm.exit_divisor if _from_inside(comm) else ct,)
 
     same = jax.custom_vjp(lambda x: x)
     same.defvjp(lambda x: (same(x), None), backward)
@@ -182,13 +173,44 @@ def _body() -> Any:
     return None
 
 
-def enter_user_program() -> None:
-    """Note that a module is called in a program that is none of this library's."""
-    if (body := _body()) is not None:
-        _CALLED.add(body)
+def enter_user_program() -> bool:
+    """Note that a module is called in a program that is none of this library's.
 
+    Returns:
+        Whether it is called in another program inside of that, which JAX traces once
+        and may use again in programs that do not come by here.
 
-def _from_inside() -> bool:
-    """Whether a user's own program differentiates a module that it called itself."""
+    Raises:
+        RuntimeError: this version of JAX does not say where code runs.
+    """
     body = _body()
-    return body is not None and body in _CALLED
+    if body is None:
+        raise RuntimeError(
+            "a sharded module is called in a jax.shard_map of your own, and this "
+            f"version of JAX ({jax.__version__}) does not tell that program from "
+            "others, so that its gradients would be of unknown scale. Use "
+            "fsdp_jax.shard_map, value_and_grad or grad."
+        )
+    _CALLED.add(body)
+    frames = (t for t in traces() if getattr(t, "frame", None) is not None)
+    return next(frames, body) is not body
+
+
+def _from_inside(comm: GroupComm) -> bool:
+    """Whether a user's own program differentiates a module that it called itself.
+
+    Raises:
+        RuntimeError: that is not known.
+    """
+    body = _body()
+    if body is not None and body in _CALLED:
+        return True
+    if comm.nested:
+        raise RuntimeError(
+            f"module {comm.name or 'the root'!r} is differentiated in a jax.shard_map "
+            "of your own, which calls it in another program inside (jax.jit, nnx.jit, "
+            "jax.checkpoint, a scan) that JAX traced before. Whether its gradients are "
+            "averaged inside or taken from outside is not known then. Call the module "
+            "in the program itself, or use fsdp_jax.value_and_grad, grad or shard_map."
+        )
+    return False

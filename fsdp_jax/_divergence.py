@@ -25,10 +25,8 @@ from fsdp_jax._evaluate import bind, evaluate
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import is_away, to_rest
 from fsdp_jax._policies import PINNED_HOST
+from fsdp_jax._raw_reads import COLLECTIVES
 
-_COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant "
-    "reduce_scatter ppermute pgather all_to_all ragged_all_to_all".split()
 )
 _MOST_NAMED = 3
 
@@ -75,7 +73,7 @@ def find_divergence(
         if name not in ("cond", "while"):
             return
         held = equations_inside(eqn.params)
-        collectives = [e for e in held if e.primitive.name in _COLLECTIVES]
+        collectives = [e for e in held if e.primitive.name in COLLECTIVES]
         if not collectives:
             return
         if name == "cond":

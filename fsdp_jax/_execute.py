@@ -164,13 +164,11 @@ def _traced(program: Program, inputs: list[Array]) -> Any:
     _annotations.check(closed, who, axes)
     outcome, stages = found[-1]
     held = start_metrics(program.call, outcome, closed, inputs)
-    check_raw_reads(program.call, outcome, closed, program.params)
+    own = specs_with_keys(program.call, program.in_specs)
+    check_raw_reads(program.call, outcome, closed, program.params, own)
     kept = kept_keys(program.call, outcome, closed)
     differs, divergent = differ_between_devices(
-        program.call.request,
-        program.mesh,
-        closed,
-        specs_with_keys(program.call, program.in_specs),
+        program.call.request, program.mesh, closed, own
     )
     return closed, held, divergent, differs, kept, outcome, stages
 

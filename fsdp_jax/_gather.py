@@ -7,6 +7,7 @@ forward (`_schedule`).
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from fsdp_jax._collectives import gather_group, on_devices
 from fsdp_jax._comm import GroupComm, Static, cast_floating
 from fsdp_jax._compiled import in_one
-from fsdp_jax._cotangents import to_shards
+from fsdp_jax._cotangents import InnerGradientError, in_f, to_shards
 from fsdp_jax._evaluate import Asking
 from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
@@ -114,18 +115,19 @@ def grad_dtypes(
 def refuse_inner(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     """The shards; raises if the user's function differentiates them itself.
 
-    While their gradients are left to a later call it would get other numbers. Asked of
-    shards as the module holds them: behind a barrier all of them look differentiated.
+    Of a program that does not say over which devices; and while gradients are left to a
+    later call, so that it would get other numbers. Asked of shards as the module holds
+    them: behind a barrier all of them look differentiated.
 
     Raises:
         RuntimeError: when it is differentiated.
     """
-    if comm.defer not in ("all", "all_reduce"):
+    deferred = comm.defer in ("all", "all_reduce")
+    if not deferred and not in_f():
         return list(shards)
 
-    def forward(shards):
-        cut = [s for s, dim in zip(shards, comm.dims) if dim is not None]
-        if any(s.perturbed for s in cut):
+    def forward(shard, cut):
+        if deferred and cut and shard.perturbed:
             raise RuntimeError(
                 f"f differentiates with respect to the parameters of module "
                 f"{comm.name or 'the root'!r} itself, while their gradients are not "
@@ -133,11 +135,22 @@ def refuse_inner(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
                 "False), so it would get other numbers. Set gradient sync to True for "
                 "this call."
             )
-        return [s.value for s in shards], None
+        return shard.value, None
 
-    check = jax.custom_vjp(list)
-    check.defvjp(forward, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
-    return in_one(check)(list(shards))
+    def backward(_, ct):
+        some = not isinstance(ct, SymbolicZero)
+        if some and in_f() and comm.mesh.num_devices > 1:
+            name = comm.name or "the root"
+            raise InnerGradientError(f"the parameters of module {name!r}")
+        return (ct if some else None,)
+
+    def one(shard, cut):  # one by one: some members may be frozen
+        check = jax.custom_vjp(lambda shard: shard)
+        rule = functools.partial(forward, cut=cut)
+        check.defvjp(rule, backward, symbolic_zeros=True)
+        return check(shard)
+
+    return [one(s, dim is not None) for s, dim in zip(shards, comm.dims, strict=True)]
 
 
 def perturbed(shards: Sequence[Any], sinks: Sequence[Any]) -> list[int]:

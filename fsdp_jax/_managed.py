@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from fsdp_jax._cotangents import guarded, in_f
 from fsdp_jax._local import Local
 from fsdp_jax._spec import ParamSpec
 from fsdp_jax._threads import LOCK, current
@@ -103,8 +104,18 @@ class ManagedVariable(nnx.Variable):
             return own.get_value(**kwargs)
         self._refuse_shard()
         if not self._padded() or _asked_by_nnx_optimizer():
-            return super().get_value(**kwargs)
+            return self._guarded(super().get_value(**kwargs))
         return self._as_original(self._unpadded()).get_value(**kwargs)
+
+    def _guarded(self, value: Any) -> Any:
+        """A whole parameter in `f`, which may not be differentiated there as it is."""
+        spec = self._spec()
+        if not isinstance(value, Tracer) or spec is None or not in_f():
+            return value
+        own = self._var_metadata.get(COPY, False) or spec.mesh.num_devices == 1
+        if own or not jnp.issubdtype(value.dtype, jnp.inexact):
+            return value
+        return guarded(value, spec.path)
 
     def create_value(self, value: Any) -> Any:
         self._var_metadata.pop(OUT_SHARDING, None)

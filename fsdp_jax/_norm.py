@@ -20,7 +20,7 @@ from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import is_away
 from fsdp_jax._pending import PendingGradients
-from fsdp_jax._raw_reads import SCOPE
+from fsdp_jax._raw_reads import NORM
 
 Array = jax.Array
 
@@ -85,7 +85,7 @@ def global_norm(tree: Any) -> Array:
     return _compiled(arrays, tuple(own), known, mesh)
 
 
-@jax.named_scope(SCOPE)
+@jax.named_scope(NORM)
 def _norm_of_pieces(leaves: Sequence[tuple[str, Any, Any]]) -> Array:
     """The norm of Variables in a per-device program: path, Variable and array each."""
     sums: dict[MeshInfo | None, Any] = {}

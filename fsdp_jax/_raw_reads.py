@@ -2,10 +2,11 @@
 
 In a per-device program a raw value of the model (`nnx.state`, `jax.tree.leaves`) is one
 device's piece of a parameter. With pieces a program may do what it would do with the
-parameter as well: combine them element by element with one another and with scalars,
-put them into a module, which gathers them, and return them where pieces are known to
-be. All else, a sum, a product with activations, noise of a piece's shape, would give
-another number than the whole parameter: it is found in the traced program and refused.
+parameter as well: combine them element by element with one another and with numbers
+that are the same on every device, put them into a module, which gathers them, and
+return them where pieces are known to be. All else, a sum, a product with activations,
+noise of a piece's shape, rows that change places, would give another number than the
+whole parameter: it is found in the traced program and refused.
 
 What must not live here: how results of the program are joined (`_join`).
 """
@@ -13,14 +14,16 @@ What must not live here: how results of the program are joined (`_join`).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fsdp_jax._callees import callee_of, equations_inside
 from fsdp_jax._dependence import carry_of
+from fsdp_jax._unchanged import unchanged
 
 # What makes every element of the elements in the same place.
 ELEMENTWISE = frozenset(
@@ -30,9 +33,11 @@ ELEMENTWISE = frozenset(
     "sqrt square stop_gradient sub tanh xor".split()
 )
 
-# Part of the names of all that the library itself does with shards.
-SCOPE = "fsdp_shards"
-_NAMED = (SCOPE, "fsdp:")
+# Scopes of what the library itself does with shards, and of norms of them.
+SCOPE, NORM = "fsdp_shards", "fsdp_norm"
+_OURS = re.compile(
+    rf"(?:^|[/(])(?:{SCOPE}|{NORM}|fsdp:(?:gather|regather|reduce_scatter|all_reduce):)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,91 +47,96 @@ class Piece:
     Attributes:
         source: which input of the program, or which collective, it comes from.
         axes: mesh axes over which it is still cut.
+        dim: that is cut, from the end; None if that is not known.
         misused: where it was first used as only a whole parameter may be; "" if not.
+        partial: whether it is a sum over pieces, to be summed over devices: what the
+            norm of pieces comes to where it is differentiated.
     """
 
     source: int | str
     axes: frozenset[str]
+    dim: int | None = None
     misused: str = ""
+    partial: bool = False
 
 
-Found = Piece | None
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What is known of a value in the program of one device.
 
-
-def raw_reads(
-    closed: ClosedJaxpr,
-    inputs: Sequence[Found],
-    shard_axes: frozenset[str],
-    refuse: Callable[[Piece], Exception],
-) -> list[Found]:
-    """Tell which outputs of a program of one device are, or depend on, pieces.
-
-    Args:
-        closed: the program.
-        inputs: the piece that each input is, None for whole arrays.
-        shard_axes: mesh axes over which parameters are cut.
-        refuse: makes the error for a piece that was misused before it is gathered.
-
-    Returns:
-        One per output.
+    Attributes:
+        piece: what it has of a parameter; None for nothing.
+        same: whether it is the same on every device.
+        uniform: whether all its elements are the same.
     """
-    return _Reader(shard_axes, refuse).run(closed, list(inputs), False)
+
+    piece: Piece | None = None
+    same: bool = False
+    uniform: bool = False
 
 
-_SAME_VALUES = frozenset(
-    "reshape squeeze expand_dims transpose optimization_barrier device_put copy copy_p "
-    "sharding_constraint reshard pvary concatenate split reduce_precision "
-    "convert_element_type".split()
+_CONSTANT = Value(same=True)
+_NUMBER = Value(same=True, uniform=True)
+
+_KEEPS = frozenset(
+    "optimization_barrier device_put copy copy_p sharding_constraint reshard pvary "
+    "reduce_precision convert_element_type".split()
+)
+# What devices wait in for one another.
+COLLECTIVES = frozenset(
+    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant "
+    "reduce_scatter ppermute pgather all_to_all ragged_all_to_all".split()
 )
 _GATHERS = ("all_gather", "all_gather_invariant")
 _SUMS = ("psum", "psum_invariant", "psum2", "pmax", "pmin")
 
 
-class _Reader:
-    def __init__(self, shard_axes: frozenset[str], refuse: Callable) -> None:
-        self._axes, self._refuse = shard_axes, refuse
+@dataclasses.dataclass(frozen=True)
+class RawReads:
+    """Finds what a program of one device computes with pieces.
 
-    def run(self, closed: ClosedJaxpr, inputs: list[Found], ours: bool) -> list[Found]:
-        """The same as `raw_reads`, for any program in the program."""
+    Attributes:
+        shard_axes: mesh axes over which parameters are cut.
+        data_axes: mesh axes over which the devices of the program lie.
+        refuse: makes the error for a piece that was misused before it is gathered.
+    """
+
+    shard_axes: frozenset[str]
+    data_axes: frozenset[str]
+    refuse: Callable[[Piece], Exception]
+
+    def run(
+        self, closed: ClosedJaxpr, inputs: Sequence[Value], ours: bool = False
+    ) -> list[Value]:
+        """What is known of the outputs of a program.
+
+        Args:
+            closed: the program.
+            inputs: what is known of each input.
+            ours: whether it is a part of what the library does.
+        """
         jaxpr = closed.jaxpr
-        found: dict[Var, Piece] = {
-            v: p for v, p in zip(jaxpr.invars, inputs, strict=True) if p is not None
-        }
-        uniform: set[Var] = set()  # arrays all of whose elements are the same
+        known: dict[Var, Value] = dict.fromkeys(jaxpr.constvars, _CONSTANT)
+        known.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(atom: Any) -> Found:
-            return found.get(atom) if isinstance(atom, Var) else None
+        def read(atom: Any) -> Value:
+            value = _CONSTANT if isinstance(atom, Literal) else known.get(atom, Value())
+            if not atom.aval.shape and not value.uniform:
+                value = dataclasses.replace(value, uniform=True)
+            return value
 
         for eqn in jaxpr.eqns:
-            ins = [read(v) for v in eqn.invars]
-            if not any(ins):
-                if _is_uniform(eqn, uniform):
-                    uniform.update(eqn.outvars)
-                piece = self._scattered(eqn)
-                outs: list[Found] = [piece] * len(eqn.outvars)
-                if piece is None and any(equations_inside(eqn.params)):
-                    outs = self._outputs(eqn, ins, ours, uniform)
-            else:
-                outs = self._outputs(eqn, ins, ours, uniform)
-            found.update((v, p) for v, p in zip(eqn.outvars, outs, strict=True) if p)
+            outs = self._equation(eqn, [read(v) for v in eqn.invars], ours)
+            known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _scattered(self, eqn: JaxprEqn) -> Found:
-        """The piece that a reduction of this library makes of a whole gradient."""
-        if eqn.primitive.name != "reduce_scatter":
-            return None
-        name = str(eqn.source_info.name_stack)
-        axes = _axes_of(eqn) & self._axes
-        if "fsdp:reduce_scatter:" not in name or not axes:
-            return None
-        return Piece(name.split("fsdp:reduce_scatter:")[-1].split("/")[0], self._axes)
-
-    def _outputs(
-        self, eqn: JaxprEqn, ins: list[Found], ours: bool, uniform: set[Var]
-    ) -> list[Found]:
+    def _equation(self, eqn: JaxprEqn, ins: list[Value], ours: bool) -> list[Value]:
         name, count = eqn.primitive.name, len(eqn.outvars)
-        ours = ours or any(n in str(eqn.source_info.name_stack) for n in _NAMED)
+        pieces = [v.piece for v in ins if v.piece is not None]
         callee = callee_of(eqn)
+        inner = callee is not None or any(equations_inside(eqn.params))
+        if pieces or inner or name == "reduce_scatter":
+            ours = ours or bool(_OURS.search(str(eqn.source_info.name_stack)))
         if callee is not None or name == "shard_map":
             return self.run(callee or _closed(eqn.params["jaxpr"]), ins, ours)
         if name == "scan":
@@ -138,51 +148,68 @@ class _Reader:
                 self.run(_closed(b), ins[1:], ours) for b in eqn.params["branches"]
             ]
             outs = [_joined(each) for each in zip(*branches, strict=True)]
-            if ins[0] is not None:
-                outs = [_joined([ins[0], p]) for p in outs]
-                return [self._misused(p, eqn) for p in outs]
-            return outs
+            handed = zip(*[unchanged(b) for b in eqn.params["branches"]], strict=True)
+            return [
+                ins[1 + at[0]]
+                if at[0] is not None and len({*at}) == 1  # whatever is chosen
+                else self._chosen(ins[0], value, eqn)
+                for at, value in zip(handed, outs, strict=True)
+            ]
         if name == "optimization_barrier":
             return ins
-        piece = _joined(ins)
-        if piece is None:
-            return [None] * count
+        if not pieces:
+            return [self._whole(eqn, ins)] * count
+        piece = _first(pieces)
+        axes = piece.axes - _axes_of(eqn)
         if name in _GATHERS:
             if piece.misused and ours:
-                raise self._refuse(piece)
-            axes = piece.axes - _axes_of(eqn)
+                raise self.refuse(piece)
             whole = not axes and not piece.misused
-            return [None if whole else dataclasses.replace(piece, axes=axes)]
+            left = None if whole else dataclasses.replace(piece, axes=axes)
+            return [Value(left)]
         if ours:
-            summed = name in _SUMS and not piece.axes - _axes_of(eqn)
-            if summed and not piece.misused:  # a norm
-                return [None] * count
-            return [piece] * count
-        if name in _SAME_VALUES and self._alone(eqn, ins, uniform):
-            return [piece] * count
-        if name == "slice" and len(eqn.params["limit_indices"]) == 1:
-            return [piece]  # of what was laid end to end
+            norm = NORM in str(eqn.source_info.name_stack)
+            fine = not piece.misused or piece.partial
+            if name in _SUMS and norm and fine and not axes:
+                return [_NUMBER] * count
+            return [Value(piece)] * count
         # Only differentiation adds like that: cotangents of one piece.
-        if name == "add_any":
-            return [piece]
-        if name in ELEMENTWISE and self._alone(eqn, ins, uniform):
-            return [piece] * count
-        return [self._misused(piece, eqn)] * count
+        fine = name == "add_any" or (
+            (name in _KEEPS or name in ELEMENTWISE) and _alike(eqn, ins)
+        )
+        if not fine:
+            partial = _adds_up(eqn, ins)
+            piece = dataclasses.replace(_misused(piece, eqn), partial=partial)
+        return [Value(piece)] * count
 
-    def _alone(self, eqn: JaxprEqn, ins: list[Found], uniform: set[Var]) -> bool:
-        """Whether pieces meet only pieces and what is the same in every place."""
-        pairs = zip(eqn.invars, ins, strict=True)
-        return all(p is not None or _is_same(v, uniform) for v, p in pairs)
+    def _whole(self, eqn: JaxprEqn, ins: list[Value]) -> Value:
+        """What comes out of an equation that reads no piece."""
+        name = eqn.primitive.name
+        if name == "reduce_scatter":
+            stack, axes = str(eqn.source_info.name_stack), _axes_of(eqn)
+            if "fsdp:reduce_scatter:" in stack and axes & self.shard_axes:
+                source = stack.split("fsdp:reduce_scatter:")[-1].split("/")[0]
+                return Value(Piece(source, self.shard_axes))
+        joins = name in _SUMS or name in _GATHERS
+        if joins and self.data_axes <= _axes_of(eqn):
+            return _CONSTANT
+        own = eqn.effects or name == "axis_index" or "callback" in name
+        same = not own and all(v.same for v in ins)
+        spread = name == "broadcast_in_dim" or name in ELEMENTWISE
+        return Value(None, same, spread and all(v.uniform for v in ins))
 
-    def _misused(self, piece: Found, eqn: JaxprEqn) -> Found:
-        if piece is None or piece.misused:
-            return piece
-        where = source_info_util.summarize(eqn.source_info)
-        return dataclasses.replace(piece, misused=f"{eqn.primitive.name} at {where}")
+    def _chosen(self, by: Value, value: Value, eqn: JaxprEqn) -> Value:
+        """A value that another one chooses."""
+        if by.piece is not None:
+            return Value(_misused(by.piece, eqn))
+        held = equations_inside(eqn.params)
+        agreed = any(e.primitive.name in COLLECTIVES for e in held)  # see _divergence
+        if by.same or agreed or value.piece is None:
+            return dataclasses.replace(value, same=value.same and by.same)
+        return Value(_misused(value.piece, eqn))
 
-    def _scan(self, eqn: JaxprEqn, ins: list[Found], ours: bool) -> list[Found]:
-        body = _closed(eqn.params["jaxpr"])
-        carry = carry_of(eqn)
+    def _scan(self, eqn: JaxprEqn, ins: list[Value], ours: bool) -> list[Value]:
+        body, carry = _closed(eqn.params["jaxpr"]), carry_of(eqn)
         while True:
             outs = self.run(body, ins, ours)
             now = [_joined(pair) for pair in zip(ins[carry], outs)]
@@ -190,7 +217,7 @@ class _Reader:
                 return outs
             ins = [*ins[: carry.start], *now, *ins[carry.stop :]]
 
-    def _while(self, eqn: JaxprEqn, ins: list[Found], ours: bool) -> list[Found]:
+    def _while(self, eqn: JaxprEqn, ins: list[Value], ours: bool) -> list[Value]:
         first = eqn.params["cond_nconsts"]
         last = first + eqn.params["body_nconsts"]
         own, consts, carry = ins[:first], ins[first:last], ins[last:]
@@ -202,35 +229,57 @@ class _Reader:
                 break
             carry = now
         (stops,) = self.run(_closed(eqn.params["cond_jaxpr"]), [*own, *carry], ours)
-        if stops is None:
-            return carry
-        return [self._misused(_joined([stops, p]), eqn) for p in carry]
+        return [self._chosen(stops, value, eqn) for value in carry]
 
 
-def _joined(pieces: Sequence[Found]) -> Found:
-    """What a value is that may be, or depends on, any of these."""
-    some = [p for p in pieces if p is not None]
-    if not some:
-        return None
-    axes = frozenset().union(*[p.axes for p in some])
-    first = next((p for p in some if p.misused), some[0])
-    return dataclasses.replace(first, axes=axes)
+def _alike(eqn: JaxprEqn, ins: Sequence[Value]) -> bool:
+    """Whether pieces meet only what has the same element for the whole parameter."""
+    dims = {v.piece.dim for v in ins if v.piece is not None} - {None}
+    shaped = all(
+        bool(atom.aval.shape) if v.piece is not None else v.same and v.uniform
+        for atom, v in zip(eqn.invars, ins, strict=True)
+    )
+    return shaped and len(dims) < 2
+
+
+def _adds_up(eqn: JaxprEqn, ins: Sequence[Value]) -> bool:
+    """Whether the sum over devices of what comes out is that of the whole parameter."""
+    name, pieces = eqn.primitive.name, [v.piece for v in ins if v.piece is not None]
+    if name == "reduce_sum":
+        return not pieces[0].misused and not eqn.outvars[0].aval.shape
+    if not all(p.partial for p in pieces):
+        return False
+    if name in ("add", "sub", "add_any"):  # the last one only in cotangents
+        return name == "add_any" or len(pieces) == len(ins)
+    kept = name in ("mul", "neg", "convert_element_type", "broadcast_in_dim", "reshape")
+    kept = kept or (name == "div" and ins[0].piece is not None)
+    return kept and len(pieces) == 1 and all(v.same for v in ins if v.piece is None)
+
+
+def _misused(piece: Piece, eqn: JaxprEqn) -> Piece:
+    if piece.misused:
+        return piece
+    where = source_info_util.summarize(eqn.source_info)
+    return dataclasses.replace(piece, misused=f"{eqn.primitive.name} at {where}")
+
+
+def _first(pieces: Sequence[Piece]) -> Piece:
+    """One of several pieces: misused, and cut over an axis, if any of them is."""
+    axes = frozenset().union(*[p.axes for p in pieces])
+    first = next((p for p in pieces if p.misused), pieces[0])
+    dim = first.dim if first.dim is not None else pieces[-1].dim
+    return dataclasses.replace(first, axes=axes, dim=dim)
+
+
+def _joined(values: Sequence[Value]) -> Value:
+    """What is known of a value that may be any of these."""
+    pieces = [v.piece for v in values if v.piece is not None]
+    piece = _first(pieces) if pieces else None
+    return Value(piece, all(v.same for v in values), all(v.uniform for v in values))
 
 
 def _closed(program: Any) -> ClosedJaxpr:
     return ClosedJaxpr(program, ()) if isinstance(program, Jaxpr) else program
-
-
-def _is_uniform(eqn: JaxprEqn, uniform: set[Var]) -> bool:
-    """Whether all elements of what an equation computes are the same."""
-    name = eqn.primitive.name
-    known = name == "broadcast_in_dim" or name in ELEMENTWISE
-    return known and all(_is_same(v, uniform) for v in eqn.invars)
-
-
-def _is_same(atom: Any, uniform: set[Var]) -> bool:
-    """Whether all elements of a value are the same."""
-    return not atom.aval.shape or (isinstance(atom, Var) and atom in uniform)
 
 
 def _axes_of(eqn: JaxprEqn) -> frozenset[str]:

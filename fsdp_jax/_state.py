@@ -266,9 +266,11 @@ def comm_for(
 def comm_of(module: Any, group: ParamGroup) -> GroupComm:
     """How the group of a module travels in the per-device program that is running."""
     state, specs = state_of(module), group.specs
-    defer, user_program = state.defer, state.defer is None
+    defer = state.defer
+    user_program = defer is None and not _cotangents.in_f()
+    nested = False
     if user_program and state.mesh.per_device():
-        _cotangents.enter_user_program()
+        nested = _cotangents.enter_user_program()
     if defer is None:
         blocked = next((spec for spec in specs if spec.blocks > 1), None)
         if blocked is not None and state.mesh.per_device():
@@ -282,7 +284,7 @@ def comm_of(module: Any, group: ParamGroup) -> GroupComm:
     elif defer != "refuse" and all(sink is None for sink in group.local("sink")):
         defer = ""
     comm = comm_for(state, specs, state.averages, defer, state.path)
-    return dataclasses.replace(comm, user_program=user_program)
+    return dataclasses.replace(comm, user_program=user_program, nested=nested)
 
 
 def ordering_of(state: FSDPState) -> Ordering:

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
 
 from fsdp_jax import _cotangents, _functional
+from fsdp_jax._arguments import axes_of
 from fsdp_jax._comm import Defer
 from fsdp_jax._join import (
     Change,
@@ -30,7 +32,7 @@ from fsdp_jax._local import shard_in
 from fsdp_jax._loss import split_loss
 from fsdp_jax._managed import ShardReadError
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._raw_reads import Piece, raw_reads
+from fsdp_jax._raw_reads import Piece, RawReads, Value
 from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import (
     deferred,
@@ -272,6 +274,7 @@ def check_raw_reads(
     outcome: Outcome,
     closed: ClosedJaxpr,
     params: Sequence[ParamSpec | None],
+    specs: Sequence[PartitionSpec],
 ) -> None:
     """Raise if `f` computes with a raw shard as if it were the parameter.
 
@@ -280,18 +283,22 @@ def check_raw_reads(
         outcome: what the call left.
         closed: the program of one device; gradients come out last.
         params: how each of its inputs rests, if it is a managed parameter.
+        specs: how each of them differs between devices.
 
     Raises:
         RuntimeError: it does.
     """
     mesh = call.mesh
-    axes = frozenset(axis for axis in mesh.shard_axes if mesh.size((axis,)) > 1)
+    axes, data = (
+        frozenset(axis for axis in some if mesh.size((axis,)) > 1)
+        for some in (mesh.shard_axes, mesh.data_axes)
+    )
     if not axes:
         return
 
     def refuse(piece: Piece, where: str = "a module") -> RuntimeError:
         name = f"a gradient of module {piece.source or 'the root'!r}"
-        if isinstance(piece.source, int):
+        if isinstance(piece.source, int) and piece.source < len(call.variables):
             name = f"parameter {dotted(call.variables[piece.source].path[1:])!r}"
         how = f" ({piece.misused})" if piece.misused else ""
         return RuntimeError(
@@ -304,15 +311,19 @@ def check_raw_reads(
             "knows, which reads param[...], or fsdp_jax.unsharded(model)."
         )
 
-    inputs: list[Piece | None] = [None] * len(params)
-    for i, param in enumerate(params[: len(call.variables)]):
-        if param is not None and param.cut:
-            inputs[i] = Piece(i, axes)
-    pieces = raw_reads(closed, inputs, axes, refuse)
+    inputs = [
+        Value(Piece(i, axes, param.dim))
+        if param is not None and param.cut
+        else Value(same=not any(axes_of(spec)))
+        for i, (param, spec) in enumerate(zip(params, specs, strict=True))
+    ]
+    found = RawReads(axes, data, refuse).run(closed, inputs)
     places = [(repr(dotted(c.slot.path[2:])), c.slot.managed) for c in outcome.changes]
     places += [("the output", specified) for specified in outcome.specified]
     if call.request.argnums is not None:
         places.insert(outcome.value_at, ("the loss", False))
-    for piece, (where, pieces_allowed) in zip(pieces, places):
+    # Gradients come last. What they follow from is looked at where it is made.
+    for value, (where, pieces_allowed) in zip(found, places, strict=False):
+        piece = value.piece
         if piece is not None and (piece.misused or not pieces_allowed):
             raise refuse(piece, where)
