@@ -27,7 +27,6 @@ from fsdp_jax._move import is_away, to_rest
 from fsdp_jax._policies import PINNED_HOST
 from fsdp_jax._raw_reads import COLLECTIVES
 
-)
 _MOST_NAMED = 3
 
 Decide = Callable[[JaxprEqn], bool | None]
