@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, get_opaque_trace_state
 
 from fsdp_jax._callees import equations_inside
 from fsdp_jax._culprit import bad_kind
+from fsdp_jax._threads import LOCK
 
 
 def compiled(f: Callable, **options: Any) -> Callable:
@@ -94,11 +95,15 @@ def run_kept(
             return jitted(inputs)  # which JAX refuses
         lowered = traced.lower()
         key = _full_key(traced.jaxpr, lowered, inputs, key)
-        program = _KEPT.pop(key, None) or lowered.compile()
+        with LOCK:
+            program = _KEPT.get(key)
+        program = program or lowered.compile()
         if key is not None:
-            _KEPT[key] = program
-            if len(_KEPT) > _MAX_KEPT:
-                _KEPT.popitem(last=False)
+            with LOCK:
+                _KEPT[key] = program
+                _KEPT.move_to_end(key)
+                if len(_KEPT) > _MAX_KEPT:
+                    _KEPT.popitem(last=False)
         with jax.debug_nans(False), jax.debug_infs(False):  # its error is internal
             results = jax.tree.leaves(program(inputs))
     if kind := bad_kind(results):
@@ -122,8 +127,10 @@ def _full_key(
             if not getattr(constant, "is_fully_addressable", True):
                 return None
             constants.append(_contents(constant))
-    arrays = (*inputs, *jax.tree.leaves(lowered.out_info))
-    types = tuple((x.shape, x.dtype) for x in arrays)
+    types = tuple(
+        (x.shape, x.dtype, getattr(x, "weak_type", False))
+        for x in (*map(jax.typeof, inputs), *closed.out_avals)
+    )
     settings = tuple(sorted((k, repr(v)) for k, v in jax.config.values.items()))
     return key, text, types, settings, tuple(constants)
 

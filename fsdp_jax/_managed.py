@@ -109,13 +109,12 @@ class ManagedVariable(nnx.Variable):
 
     def _guarded(self, value: Any) -> Any:
         """A whole parameter in `f`, which may not be differentiated there as it is."""
-        spec = self._spec()
-        if not isinstance(value, Tracer) or spec is None or not in_f():
+        spec, own = self._spec(), self._var_metadata.get(COPY, False)
+        if not isinstance(value, Tracer) or spec is None or own or not in_f():
             return value
-        own = self._var_metadata.get(COPY, False) or spec.mesh.num_devices == 1
-        if own or not jnp.issubdtype(value.dtype, jnp.inexact):
-            return value
-        return guarded(value, spec.path)
+        several = spec.mesh.num_devices > 1
+        floating = jnp.issubdtype(value.dtype, jnp.inexact)
+        return guarded(value, spec.path) if several and floating else value
 
     def create_value(self, value: Any) -> Any:
         self._var_metadata.pop(OUT_SHARDING, None)
@@ -345,6 +344,11 @@ def _made_class(original: Any) -> Any:
     namespace = {"__module__": original.__module__, "__doc__": original.__doc__}
     name = f"FSDP{original.__name__}"
     return _ManagedMeta(name, (ManagedVariable, original), namespace)
+
+
+def any_managed() -> bool:
+    """Whether there has been a managed Variable."""
+    return _made_class.cache_info().currsize > 0
 
 
 def original_class(managed: Any) -> Any:

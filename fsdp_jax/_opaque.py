@@ -70,6 +70,9 @@ def check_output(who: str, path: str, leaf: Any) -> None:
         )
 
 
+_MOST = 10_000  # objects looked at in one leaf
+
+
 def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
     """The first array in what is no pytree: where it is, and the array.
 
@@ -82,7 +85,9 @@ def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
     """
     queue: deque[tuple[str, Any]] = deque([("", root)])
     seen: dict[int, Any] = {}
-    while queue:
+    for _ in range(_MOST):
+        if not queue:
+            break
         where, x = queue.popleft()
         if isinstance(x, _PLAIN) or id(x) in seen:
             continue

@@ -32,6 +32,7 @@ from fsdp_jax._state import (
     warn_of_new_params,
 )
 from fsdp_jax._threads import LOCK
+from fsdp_jax._update import whole_or_nothing
 from fsdp_jax._user import Call
 from fsdp_jax._wrt import select
 
@@ -306,7 +307,7 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
             for source in outcome.state_sources
         ]
         new_state, out_nodes = outcome.state.put((), state_out), []
-        with LOCK:
+        with LOCK, whole_or_nothing(*nodes):
             if outcome.same:
                 _functional.write_values(nodes, new_state)
             else:

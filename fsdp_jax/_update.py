@@ -22,6 +22,7 @@ from fsdp_jax import _functional
 from fsdp_jax._managed import (
     METADATA,
     OUT_SHARDING,
+    any_managed,
     install,
     spec_of,
 )
@@ -135,10 +136,16 @@ def _whole(mesh: MeshInfo, x: Any) -> Any:
     return move(x, mesh.whole_like(x)) if _is_array(x) else x
 
 
+_MARK = "_fsdp_jax_wraps"
+
+
 def _wrapped(flax_update: Any) -> Any:
     @functools.wraps(flax_update)
     def update(node: Any, state: Any, /, *states: Any) -> None:
         node = current(node)
+        if not any_managed():
+            flax_update(node, state, *states)
+            return
         meshes = {spec.mesh.mesh for spec in _specs(node)}
         if not meshes:
             flax_update(node, state, *states)
@@ -149,7 +156,9 @@ def _wrapped(flax_update: Any) -> Any:
                 _check_shape(variable, before.get(id(variable), (None, {}))[0])
             _place(node, before, meshes)
 
+    setattr(update, _MARK, True)
     return update
 
 
-nnx.update = nnx.graphlib.update = _wrapped(nnx.graphlib.update)
+if not hasattr(nnx.graphlib.update, _MARK):
+    nnx.update = nnx.graphlib.update = _wrapped(nnx.graphlib.update)

@@ -753,7 +753,8 @@ def test_partitioned_boxes_stay_and_their_axes_need_not_exist():
     moment = state[0].mu["unit_0"]["kernel"]
     assert moment.value.sharding == kernel.value.sharding
     keep = optax.GradientTransformation(lambda params: params, optax.identity().update)
-    kept: Any = linen.optimizer(keep, model).init(placed["params"])["unit_0"]["kernel"]
+    held: Any = linen.optimizer(keep, model).init(placed["params"])
+    kept = held["unit_0"]["kernel"]
     pieces = [x.value.addressable_data(0) for x in (kernel, kept)]
     assert len({x.unsafe_buffer_pointer() for x in pieces}) == 2  # may be donated
     want = Annotated().apply(Annotated().init(KEY, X), X)

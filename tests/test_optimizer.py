@@ -431,9 +431,9 @@ def places_of(tree: Any) -> list[Any]:
 def keeping() -> optax.GradientTransformation:
     """SGD that keeps the parameters it began with twice, and the latest ones."""
 
-    def update(grads, state, params):
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         first, second, _ = state
-        grads = jax.tree.map(lambda g, p, q: g + 0.1 * (p - q), grads, params, first)
+        grads = jax.tree.map(lambda g, p, q: g + 0.1 * (p - q), updates, params, first)
         return jax.tree.map(lambda g: -0.1 * g, grads), (first, second, params)
 
     return optax.GradientTransformation(lambda params: (params,) * 3, update)
