@@ -121,7 +121,7 @@ class RawReads:
 
         def read(atom: Any) -> Value:
             value = _CONSTANT if isinstance(atom, Literal) else known.get(atom, Value())
-            if not atom.aval.shape and not value.uniform:
+            if not _ndim(atom) and not value.uniform:
                 value = dataclasses.replace(value, uniform=True)
             return value
 
@@ -236,7 +236,7 @@ def _alike(eqn: JaxprEqn, ins: Sequence[Value]) -> bool:
     """Whether pieces meet only what has the same element for the whole parameter."""
     dims = {v.piece.dim for v in ins if v.piece is not None} - {None}
     shaped = all(
-        bool(atom.aval.shape) if v.piece is not None else v.same and v.uniform
+        _ndim(atom) > 0 if v.piece is not None else v.same and v.uniform
         for atom, v in zip(eqn.invars, ins, strict=True)
     )
     return shaped and len(dims) < 2
@@ -246,7 +246,7 @@ def _adds_up(eqn: JaxprEqn, ins: Sequence[Value]) -> bool:
     """Whether the sum over devices of what comes out is that of the whole parameter."""
     name, pieces = eqn.primitive.name, [v.piece for v in ins if v.piece is not None]
     if name == "reduce_sum":
-        return not pieces[0].misused and not eqn.outvars[0].aval.shape
+        return not pieces[0].misused and not _ndim(eqn.outvars[0])
     if not all(p.partial for p in pieces):
         return False
     if name in ("add", "sub", "add_any"):  # the last one only in cotangents
@@ -276,6 +276,10 @@ def _joined(values: Sequence[Value]) -> Value:
     pieces = [v.piece for v in values if v.piece is not None]
     piece = _first(pieces) if pieces else None
     return Value(piece, all(v.same for v in values), all(v.uniform for v in values))
+
+
+def _ndim(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
 
 
 def _closed(program: Any) -> ClosedJaxpr:

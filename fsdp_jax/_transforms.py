@@ -97,7 +97,9 @@ def value_and_grad(
             divide; the text names the argument. Pending gradients of other names or
             shapes, or of another reduction. A `cond` or `while_loop` whose condition
             may differ between devices, around collectives: it would never end.
-        RuntimeError: called inside a per-device program.
+        RuntimeError: called in a `jax.shard_map` of your own; `f` takes a gradient with
+            respect to sharded parameters without saying over which devices, or
+            computes with raw pieces of them.
 
     Source: specification, "After backward, ..."; README, "The contract".
     """
