@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -103,6 +104,25 @@ def to_shards(
         g if g is None or dim is None else leave_full(g, comm)
         for g, dim in zip(shards, comm.dims, strict=True)
     ]
+
+
+# By id, the arrays that modules hold gathered while they run.
+_GATHERED: ContextVar[dict[int, Array]] = ContextVar("fsdp_jax_gathered", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def holding(arrays: Sequence[Array]) -> Iterator[None]:
+    """Know the gathered arrays that a module holds within the block."""
+    token = _GATHERED.set({**_GATHERED.get(), **{id(x): x for x in arrays}})
+    try:
+        yield
+    finally:
+        _GATHERED.reset(token)
+
+
+def is_gathered(x: Array) -> bool:
+    """Whether a module holds the very array since it gathered it."""
+    return _GATHERED.get().get(id(x)) is x
 
 
 def guarded(full: Array, name: str) -> Array:
@@ -178,19 +198,12 @@ def enter_user_program() -> bool:
 
     Returns:
         Whether it is called in another program inside of that, which JAX traces once
-        and may use again in programs that do not come by here.
-
-    Raises:
-        RuntimeError: this version of JAX does not say where code runs.
+        and may use again in programs that do not come by here; or where that is not
+        known.
     """
     body = _body()
     if body is None:
-        raise RuntimeError(
-            "a sharded module is called in a jax.shard_map of your own, and this "
-            f"version of JAX ({jax.__version__}) does not tell that program from "
-            "others, so that its gradients would be of unknown scale. Use "
-            "fsdp_jax.shard_map, value_and_grad or grad."
-        )
+        return True
     _CALLED.add(body)
     frames = (t for t in traces() if getattr(t, "frame", None) is not None)
     return next(frames, body) is not body
@@ -210,7 +223,7 @@ def _from_inside(comm: GroupComm) -> bool:
             f"module {comm.name or 'the root'!r} is differentiated in a jax.shard_map "
             "of your own, which calls it in another program inside (jax.jit, nnx.jit, "
             "jax.checkpoint, a scan) that JAX traced before. Whether its gradients are "
-            "averaged inside or taken from outside is not known then. Call the module "
+            "averaged inside or taken from outside is not known there. Call the module "
             "in the program itself, or use fsdp_jax.value_and_grad, grad or shard_map."
         )
     return False

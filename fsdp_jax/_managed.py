@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from fsdp_jax._cotangents import guarded, in_f
+from fsdp_jax._cotangents import guarded, in_f, is_gathered
 from fsdp_jax._local import Local
 from fsdp_jax._spec import ParamSpec
 from fsdp_jax._threads import LOCK, current
@@ -108,13 +108,13 @@ class ManagedVariable(nnx.Variable):
         return self._as_original(self._unpadded()).get_value(**kwargs)
 
     def _guarded(self, value: Any) -> Any:
-        """A whole parameter in `f`, which may not be differentiated there as it is."""
+        """A whole parameter in `f`, which may not be differentiated as it is."""
         spec, own = self._spec(), self._var_metadata.get(COPY, False)
         if not isinstance(value, Tracer) or spec is None or own or not in_f():
             return value
-        several = spec.mesh.num_devices > 1
-        floating = jnp.issubdtype(value.dtype, jnp.inexact)
-        return guarded(value, spec.path) if several and floating else value
+        own = spec.mesh.num_devices == 1 or is_gathered(value)
+        own = own or not jnp.issubdtype(value.dtype, jnp.inexact)
+        return value if own else guarded(value, spec.path)
 
     def create_value(self, value: Any) -> Any:
         self._var_metadata.pop(OUT_SHARDING, None)

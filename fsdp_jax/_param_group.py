@@ -151,7 +151,8 @@ class ParamGroup:
             variable._var_metadata.pop(WRITTEN, None)  # what counts is the block
         self.set_values(full, full=True)
         try:
-            yield
+            with _cotangents.holding(full):
+                yield
         finally:
             for variable, held, old in zip(self.variables, full, before, strict=True):
                 new = variable.get_raw_value()

@@ -173,9 +173,14 @@ class RawReads:
             if name in _SUMS and norm and fine and not axes:
                 return [_NUMBER] * count
             return [Value(piece)] * count
+        # The lifted loops of Flax bring the dim of the layers to the front and back.
+        where = source_info_util.summarize(eqn.source_info)
+        in_place = name == "transpose" and "/flax/" in where.replace("\\", "/")
         # Only differentiation adds like that: cotangents of one piece.
-        fine = name == "add_any" or (
-            (name in _KEEPS or name in ELEMENTWISE) and _alike(eqn, ins)
+        fine = (
+            in_place
+            or name == "add_any"
+            or ((name in _KEEPS or name in ELEMENTWISE) and _alike(eqn, ins))
         )
         if not fine:
             partial = _adds_up(eqn, ins)
