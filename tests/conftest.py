@@ -29,16 +29,13 @@ OPTIONAL = {
 collect_ignore = ["torch_reference.py"]  # a program for the extra [bench], no tests
 
 
-MOST_CASES = 4  # of one test, in a run of all tests
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
-        choices=["few", "rest", "all"],
-        help="of each parametrized test: a few cases, spread over all (default in a "
-        "run of all tests), those that this leaves out, or all (default where files or "
-        "tests are named). CI runs the first two.",
+        choices=["one", "rest", "all"],
+        help="of each parametrized test: one case (default in a run of all tests), the "
+        "other ones, or all (default where files or tests are named). CI runs the "
+        "first two.",
     )
 
 
@@ -48,29 +45,24 @@ _CASES = "FSDP_JAX_CASES"  # as the worker processes are told
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         named = config.getoption("file_or_dir") or config.getoption("keyword")
-        cases = config.getoption("cases") or ("all" if named else "few")
+        cases = config.getoption("cases") or ("all" if named else "one")
         os.environ[_CASES] = cases
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out cases of tests that have many."""
+    """Leave out all but one case of each test, or take the others."""
     cases = os.environ[_CASES]
     if cases == "all":
         return
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(item.nodeid.split("[")[0], []).append(item)
-    few = set()
-    for group in groups.values():
-        last = min(len(group), MOST_CASES) - 1
-        few.update(
-            id(group[i * (len(group) - 1) // max(last, 1)]) for i in range(last + 1)
-        )
-    left = [item for item in items if (id(item) in few) != (cases == "few")]
+    chosen = {id(group[len(group) // 2]) for group in groups.values()}
+    left = [item for item in items if (id(item) in chosen) != (cases == "one")]
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if (id(item) in few) == (cases == "few")]
+    items[:] = [item for item in items if (id(item) in chosen) == (cases == "one")]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
