@@ -20,6 +20,7 @@ _RULED = {
     "custom_vjp_call": "call_jaxpr",
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # a loop in a checkpoint (jax 0.12)
 }
 
 
