@@ -19,8 +19,9 @@ from jax.core import Tracer
 
 from fsdp_jax._cotangents import guarded, in_f, is_gathered
 from fsdp_jax._local import Local
+from fsdp_jax._move import for_pickle
 from fsdp_jax._spec import ParamSpec
-from fsdp_jax._threads import LOCK, current
+from fsdp_jax._threads import LOCK, current, locked
 
 METADATA = "fsdp"
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -92,6 +93,7 @@ class ManagedVariable(nnx.Variable):
     """
 
     @property
+    @locked
     def shape(self) -> tuple[int, ...]:
         if (own := current(self)) is not self:
             return own.shape
@@ -99,6 +101,7 @@ class ManagedVariable(nnx.Variable):
         spec, value = self._spec(), self.get_raw_value()
         return value.shape if spec is None else spec.shape(value)
 
+    @locked
     def get_value(self, **kwargs: Any) -> Any:
         if (own := current(self)) is not self:
             return own.get_value(**kwargs)
@@ -151,6 +154,7 @@ class ManagedVariable(nnx.Variable):
         super().copy_from(other)
         self._var_metadata.pop(OUT_SHARDING, None)
 
+    @locked
     def __getattr__(self, name: str) -> Any:
         if (own := current(self)) is not self:
             return getattr(own, name)
@@ -168,6 +172,7 @@ class ManagedVariable(nnx.Variable):
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
         return self._plain().__treescope_repr__(path, subtree_renderer)
 
+    @locked
     def _plain(self) -> nnx.Variable:
         """The same value in the original class, which shows shards too, not padding."""
         value, spec = self.get_raw_value(), self._spec()
@@ -199,6 +204,7 @@ class ManagedVariable(nnx.Variable):
         assert spec is not None
         return spec.unpadded(self.get_raw_value())
 
+    @locked
     def set_value(self, value: Any, **kwargs: Any) -> None:
         if (own := current(self)) is not self:
             own.set_value(value, **kwargs)
@@ -225,6 +231,7 @@ class ManagedVariable(nnx.Variable):
             self._var_metadata[WRITTEN] = True
         self._settle()
 
+    @locked
     def set_raw_value(self, value: Any, **kwargs: Any) -> None:
         if not isinstance(value, Tracer):
             self._check_size(value)
@@ -232,6 +239,7 @@ class ManagedVariable(nnx.Variable):
         super().set_raw_value(value, **kwargs)
         self._settle()
 
+    @locked
     def update_from_state(self, variable_state: nnx.Variable) -> None:
         own, theirs = self._spec(), spec_of(variable_state)
         value = variable_state.get_raw_value()
@@ -315,7 +323,7 @@ class ManagedVariable(nnx.Variable):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         metadata = dict(self._var_metadata)
         spec = metadata[METADATA] = metadata[METADATA].marked(False)  # loaded as shards
-        value = to_host(self.get_raw_value(), f"parameter {spec.path!r}")
+        value = for_pickle(self.get_raw_value(), f"parameter {spec.path!r}")
         return _rebuild_variable, (type(self).__bases__[1], value, metadata)
 
 
@@ -325,7 +333,7 @@ def _asked_by_nnx_optimizer() -> bool:
     It makes moments from raw values and updates them with raw values, but in between it
     takes them by `get_value` (flax 0.12). Padded, they are cut as their parameters.
     """
-    caller = sys._getframe(2)
+    caller = sys._getframe(3)
     return caller.f_globals.get("__name__") == "flax.nnx.training.optimizer"
 
 
@@ -368,24 +376,6 @@ def _rebuild_variable(original, value, metadata) -> nnx.Variable:
     if isinstance(value, (np.ndarray, jax.ShapeDtypeStruct)):
         install(variable, metadata[METADATA].settled(value))
     return variable
-
-
-def to_host(value: Any, what: str) -> Any:
-    """Copy an array to host memory for pickling; abstract values pass."""
-    if isinstance(value, jax.Array):
-        if isinstance(value, Tracer):
-            raise RuntimeError(
-                f"pickle: {what} is being traced. Pickle outside of jit."
-            )
-        if not value.is_fully_addressable:
-            raise RuntimeError(
-                f"pickle: {what} is spread over several processes, so no process can "
-                "pickle it alone. Use a checkpoint library on model.state_dict()."
-            )
-        return np.asarray(value)
-    if isinstance(value, jax.ShapeDtypeStruct):  # its sharding holds devices
-        return jax.ShapeDtypeStruct(value.shape, value.dtype)
-    return value
 
 
 def install(variable: nnx.Variable, value: Any) -> None:

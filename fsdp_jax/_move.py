@@ -135,3 +135,21 @@ def in_order(value: jax.Array) -> jax.Array:
     if value.ndim < 3:
         return value
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+
+
+def for_pickle(value: Any, what: str) -> Any:
+    """Copy an array to host memory for pickling; abstract values pass."""
+    if isinstance(value, jax.Array):
+        if isinstance(value, Tracer):
+            raise RuntimeError(
+                f"pickle: {what} is being traced. Pickle outside of jit."
+            )
+        if not value.is_fully_addressable:
+            raise RuntimeError(
+                f"pickle: {what} is spread over several processes, so no process can "
+                "pickle it alone. Use a checkpoint library on model.state_dict()."
+            )
+        return np.asarray(value)
+    if isinstance(value, jax.ShapeDtypeStruct):  # its sharding holds devices
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return value

@@ -19,8 +19,10 @@ from fsdp_jax._move import move
 from fsdp_jax._param import check_own_trace
 from fsdp_jax._spec import by_name
 from fsdp_jax._state import state_of
+from fsdp_jax._threads import locked
 
 
+@locked
 def state_dict(module: Any) -> dict[str, Any]:
     """Dotted names to arrays, in the order of `nnx.state`."""
     flat = nnx.to_flat_state(nnx.state(module, graph=True))
@@ -40,6 +42,7 @@ def at_rest(value: Any) -> Any:
     return move(own, spec.unpadded_sharding(own.shape))
 
 
+@locked
 def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleKeys:
     """Check every name and value, then write them."""
     if not isinstance(state_dict, Mapping):

@@ -6,7 +6,9 @@ this thread run on. What must not: making such copies (`_private`).
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -14,6 +16,18 @@ T = TypeVar("T")
 
 # Held for short changes of state, never while a user's function runs.
 LOCK = threading.RLock()
+
+
+def locked(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that holds the lock: what a Variable holds and how change together."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> T:
+        with LOCK:
+            return method(*args, **kwargs)
+
+    return run
+
 
 # Per running call of this thread, the outermost first: the caller's objects by the ids
 # of their copies, and the copies by the ids of the caller's objects.

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import fsdp_jax
-from fsdp_jax import MixedPrecisionPolicy, fully_shard
+from fsdp_jax import MixedPrecisionPolicy, _param, _param_group, fully_shard
 
 POLICIES = {
     "none": MixedPrecisionPolicy(),
@@ -152,6 +152,34 @@ def test_threads_call_move_and_read_one_padded_model():
         np.testing.assert_array_equal(output, expected)
     net.reset_iter_state()
     assert_same(arrays(net), before)
+
+
+@pytest.mark.parametrize("read", ["value", "shape", "attribute", "state_dict"])
+def test_another_thread_waits_for_the_end_of_a_move(read, monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    net: Any = fully_shard(Net(width=6), mesh=mesh, uneven="pad")
+    seen: list[Any] = []
+    readers: list[threading.Thread] = []
+    shapes = {
+        "value": lambda: net.second.kernel[...].shape,
+        "shape": lambda: net.second.kernel.shape,
+        "attribute": lambda: net.second.kernel.mT.mT.shape,
+        "state_dict": lambda: net.state_dict()["second.kernel"].shape,
+    }
+
+    def mark(variable: Any, full: bool) -> None:
+        if variable is net.second.kernel:  # its value is in place, nothing says so yet
+            readers.append(threading.Thread(target=lambda: seen.append(shapes[read]())))
+            readers[-1].start()
+            readers[-1].join(0.2)
+        _param.mark(variable, full)
+
+    monkeypatch.setattr(_param_group, "mark", mark)
+    net.unshard()
+    net.reshard()
+    for reader in readers:
+        reader.join()
+    assert seen == [(6, 8), (6, 8)]
 
 
 class Watched(nnx.Variable):
