@@ -77,11 +77,17 @@ def default_spec(
     """Cut dim 0, or replicate a scalar.
 
     Raises:
-        ValueError: dim 0 does not divide by the number of devices.
+        ValueError: dim 0 does not divide by the number of devices, or it is a raw key.
     """
     if x.ndim == 0:
         return PartitionSpec()
     spec = mesh.data_spec()
+    if x.shape == (2,) and x.dtype == np.uint32 and mesh.num_devices > 1:
+        raise ValueError(
+            f"{who}: {path} is an array of two uint32, as jax.random.PRNGKey makes it, "
+            "and would be cut in two. Make the key by jax.random.key"
+            + (f", or replicate it: {spelled}." if spelled else ".")
+        )
     check_divides(path, x, spec, mesh, who, spelled)
     return spec
 
@@ -174,7 +180,7 @@ def place_arguments(
         ValueError: specs that do not fit, or a size that does not divide.
     """
     labelled = _labelled(f, args, kwargs, in_specs, who)
-    found = Placement([], [])
+    found, rows = Placement([], []), set[int]()
     for argument, asked in labelled:
         name, arg = str(argument), argument.value
         leaves = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_functional.is_node)
@@ -199,14 +205,19 @@ def place_arguments(
             else:
                 check_divides(path, leaf, spec, mesh, who, _spelled(argument, keys))
             if (dim := cut_dim(spec)) is not None:
-                rows = leaf.shape[dim] // mesh.size(axes_of(spec)[dim])
-                if rows % num_slices:
+                per_device = leaf.shape[dim] // mesh.size(axes_of(spec)[dim])
+                if per_device % num_slices:
                     raise ValueError(
-                        f"{who}: {path} has {rows} rows per device, which do not "
+                        f"{who}: {path} has {per_device} rows per device, which do not "
                         f"divide into num_microbatches={num_slices}. Pad or trim it, "
                         "or take another number."
                     )
+                rows.add(leaf.shape[dim])
             found.specs.append(spec)
+    for argument, asked in labelled:
+        if asked is None and mesh.num_devices > 1:
+            spelled = _spelled(argument, ())
+            _opaque.check_nodes(who, str(argument), argument.value, rows, spelled)
     return found
 
 

@@ -28,9 +28,10 @@ from fsdp_jax._call import noting_hidden_tracers
 from fsdp_jax._comm import Static
 from fsdp_jax._compiled import compiled, in_one, run_kept
 from fsdp_jax._culprit import looks_for_bad, raise_found, watched
+from fsdp_jax._differing import differ_between_devices
 from fsdp_jax._divergence import run_agreed
 from fsdp_jax._evaluate import evaluate
-from fsdp_jax._join import as_spec, differ_between_devices
+from fsdp_jax._join import as_spec
 from fsdp_jax._metrics import start_metrics
 from fsdp_jax._program import Program, run_local
 from fsdp_jax._streams import fold_keys, kept_keys, specs_with_keys

@@ -13,12 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax import _arguments, _collectives, _functional, _means, _opaque
-from fsdp_jax._dependence import depends_on
-from fsdp_jax._divergence import find_divergence
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._move import place
@@ -147,62 +144,6 @@ def check_no_rows(
                 f"{dotted(slots[at].path[1:])!r}, which is cut with the rows of the "
                 "batch. Pass its array as an argument, and name that in argnums."
             )
-
-
-_ALIKE = (
-    "psum",
-    "psum_invariant",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "all_gather_invariant",
-)
-
-
-def differ_between_devices(
-    request: Request,
-    mesh: MeshInfo,
-    closed: ClosedJaxpr,
-    specs: Sequence[PartitionSpec],
-) -> tuple[list[bool], dict[int, str]]:
-    """Whether each output of the program of one device differs between devices.
-
-    One axis at a time: what is gathered along one of them differs along it no more,
-    however many there are.
-
-    Args:
-        request: what the user asked for.
-        mesh: mesh and the roles of its axes.
-        closed: the program.
-        specs: how its inputs are cut.
-
-    Returns:
-        One mark per output, and what `find_divergence` found.
-
-    Raises:
-        ValueError: some devices would wait for ever, see `find_divergence`.
-    """
-    divergent: dict[int, str] = {}
-    found = [False] * len(closed.jaxpr.outvars)
-    for axis in (a for a in mesh.data_axes if mesh.size((a,)) > 1):
-
-        def decide(eqn: Any, axis: str = axis) -> bool | None:
-            named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            named = named if isinstance(named, (tuple, list)) else (named,)
-            if axis in named:
-                whole = eqn.params.get("axis_index_groups") is None
-                return not (whole and eqn.primitive.name in _ALIKE)
-            # The use of an axis is an effect with its name, inside of loops too.
-            along = [getattr(e, "name", axis) == axis for e in eqn.effects]
-            return any(along) or None
-
-        marks = [
-            any(axis in axes for axes in _arguments.axes_of(spec)) for spec in specs
-        ]
-        look = find_divergence(request.who, mesh.data_axes, decide, divergent)
-        along = depends_on(closed, marks, decide, into_loops=True, look=look)
-        found = [a or b for a, b in zip(found, along)]
-    return found, divergent
 
 
 def as_spec(spec: PartitionSpec) -> Callable:

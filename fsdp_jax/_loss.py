@@ -10,12 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from fsdp_jax import _collectives, _functional, _means
 from fsdp_jax._join import Request
 from fsdp_jax._mesh import MeshInfo
 
 Array = jax.Array
+
+_NAME = "loss"  # of its sum over devices, in profiles
 
 
 def split_loss(request: Request, output: Any) -> tuple[Any, Any]:
@@ -83,9 +86,9 @@ def start(
     """
     if request.reduction == "mean":
         count = mesh.num_devices * num_slices
-        value = _means.mean_over_devices(sums, mesh, "loss", count=count)
+        value = _means.mean_over_devices(sums, mesh, _NAME, count=count)
         return value, jnp.ones((), value.dtype)
-    totals = _collectives.sum_over_devices(sums, mesh, "loss")
+    totals = _collectives.sum_over_devices(sums, mesh, _NAME)
     if request.reduction == "weighted":
         total, weight = totals
         value, one = total / weight, 1 / weight.astype(total.dtype)
@@ -112,6 +115,12 @@ def value_of(request: Request, mesh: MeshInfo, loss: Any) -> Array:
     value = jax.custom_vjp(lambda loss: forward(loss)[0])
     value.defvjp(forward, backward)
     return value(loss)
+
+
+def is_sum_of_losses(eqn: JaxprEqn) -> bool:
+    """Whether an equation of a traced program adds up the devices' losses."""
+    summed = eqn.primitive.name.startswith("psum") and not eqn.outvars[0].aval.shape
+    return summed and f"fsdp:all_reduce:{_NAME}" in str(eqn.source_info.name_stack)
 
 
 def slices_in(request: Request, num_slices: int) -> int:

@@ -1,18 +1,21 @@
-"""Arrays in objects that JAX does not look into, and so cannot cut.
+"""Rows of a batch that JAX does not see as rows, and so cannot be cut.
 
-What lives here: finding them, and the error that names them. What must not: opening
-such objects, which a policy's casts do (`_precision`).
+Arrays in objects that it does not look into, or whose leaves are no rows, and lists of
+numbers. What lives here: finding them, and the error that names them. What must not:
+opening such objects, which a policy's casts do (`_precision`).
 """
 
 from __future__ import annotations
 
+import array
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator, ValuesView
+from collections.abc import Collection, Iterator, ValuesView
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
@@ -20,10 +23,13 @@ from jax.sharding import Mesh, Sharding
 from fsdp_jax import _functional
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_WORDS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
+_WORDS = (type(None), bool, int, float, complex, str, bytes, types.ModuleType)
 _PLAIN = (*_WORDS, Mesh, Sharding, jax.ShapeDtypeStruct)
 _NO_NUMBERS = ("O", "S", "U")  # objects and texts, as numpy calls them
 _ROWS = (list, tuple, set, frozenset, deque, ValuesView)
+_BUFFERS = (array.array, memoryview, bytearray)
+_KEYS_ONLY = (dict, list, tuple, type(None))  # what their treedefs hold are no values
+_SPARSE = "jax.experimental.sparse"
 
 
 def check(who: str, path: str, leaf: Any, spelled: str = "") -> None:
@@ -45,8 +51,8 @@ def check(who: str, path: str, leaf: Any, spelled: str = "") -> None:
     shape, whole = _shape(x), f", or say that it is whole: {spelled}"
     if not where:
         raise TypeError(
-            f"{who}: {path} is a {_name(x)} of shape {shape}, no array of JAX or "
-            f"numpy, so it would not be cut. Pass jnp.asarray of it"
+            f"{who}: {path} has type {_name(x)} and shape {shape}, and is no array of "
+            "JAX or numpy, so it would not be cut. Pass jnp.asarray of it"
             f"{whole if spelled else ''}."
         )
     raise TypeError(
@@ -54,6 +60,71 @@ def check(who: str, path: str, leaf: Any, spelled: str = "") -> None:
         f"JAX does not look into, so it would not be cut. {_remedy(leaf)}"
         f"{whole if spelled else ''}."
     )
+
+
+def check_nodes(
+    who: str, name: str, tree: Any, rows: Collection[int], spelled: str
+) -> None:
+    """Raise if a tree has rows that are none for JAX.
+
+    Args:
+        who: name of the public function.
+        name: of the argument.
+        tree: its value.
+        rows: how many rows other arguments have that are cut.
+        spelled: how the user says that it is whole.
+
+    Raises:
+        TypeError: it does: an array in what a pytree calls static, a sparse matrix, or
+            a list of as many numbers, or of lists of numbers, as there are rows.
+    """
+    for keys, node in _nodes(tree):
+        path, whole = name + jax.tree_util.keystr(keys), f"say that it is whole: {spelled}"
+        if type(node).__module__.startswith(_SPARSE):
+            raise TypeError(
+                f"{who}: {path} is a {_name(node)}, whose arrays hold entries, not rows, "
+                f"so that it cannot be cut. Pass a dense array, or {whole}."
+            )
+        if isinstance(node, list) and len(node) in rows and _are_numbers(node):
+            raise TypeError(
+                f"{who}: {path} is a list of {len(node)} entries, as many as the batch "
+                "has rows, and JAX sees a tree of numbers in it, which would be whole "
+                f"on every device. Pass jnp.asarray of it, or {whole}."
+            )
+        if isinstance(node, _KEYS_ONLY):
+            continue
+        static = _flatten_one(node)[1].node_data()
+        found = find_array(static[1]) if static else None
+        if found is not None:
+            raise TypeError(
+                f"{who}: {path} is a {_name(node)} that is registered with JAX with an "
+                f"array of shape {_shape(found[1])} in what is static, so it would not "
+                f"be cut. Register its field as data, or {whole}."
+            )
+
+
+def _flatten_one(node: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+
+
+def _nodes(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """All that JAX looks into in a tree, with its path; no NNX objects."""
+    if _functional.is_node(tree):
+        return
+    entered, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
+    if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_leaves:
+        return
+    yield keys, tree
+    for at, child in entered:
+        yield from _nodes(child, (*keys, *at))
+
+
+def _are_numbers(node: Any) -> bool:
+    if isinstance(node, (list, tuple)):
+        return bool(node) and all(map(_are_numbers, node))
+    return isinstance(node, (int, float, complex))
 
 
 def check_output(who: str, path: str, leaf: Any) -> None:
@@ -106,11 +177,14 @@ def _is_array_like(x: Any) -> bool:
     """Whether `x` is an array of numbers, of whatever library."""
     if _functional.is_array(x):
         return getattr(x.dtype, "kind", "") not in _NO_NUMBERS
-    return hasattr(type(x), "__array__") or hasattr(type(x), "__jax_array__")
+    known = hasattr(type(x), "__array__") or hasattr(type(x), "__jax_array__")
+    return known or isinstance(x, _BUFFERS)
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(getattr(x, "shape", ()))
+    if hasattr(type(x), "__jax_array__") and not hasattr(x, "shape"):
+        x = x.__jax_array__()
+    return tuple(x.shape if hasattr(x, "shape") else np.shape(x))
 
 
 def _children(x: Any) -> Iterator[tuple[str, Any]]:
@@ -134,9 +208,15 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
                 continue
         given = [*enumerate(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items()]
         yield from ((f" (default {name!r})", v) for name, v in given)
+    classes = (x if isinstance(x, type) else type(x)).__mro__
+    for name, value in [pair for cls in classes for pair in vars(cls).items()]:
+        if _is_array_like(value):
+            yield f".{name}", value
+    if isinstance(x, type):
+        return
     for name, value in getattr(x, "__dict__", {}).items():
         yield f".{name}", value
-    for cls in type(x).__mro__:
+    for cls in classes:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name.startswith("__") and not name.endswith("__"):
@@ -150,7 +230,7 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name(x: Any) -> str:
-    return type(x).__name__
+    return x.__name__ if isinstance(x, type) else type(x).__name__
 
 
 def _remedy(leaf: Any) -> str:

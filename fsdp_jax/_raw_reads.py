@@ -160,7 +160,7 @@ class RawReads:
         if not pieces:
             return [self._whole(eqn, ins)] * count
         piece = _first(pieces)
-        axes = piece.axes - _axes_of(eqn)
+        axes = piece.axes - axes_of_collective(eqn)
         if name in _GATHERS:
             if piece.misused and ours:
                 raise self.refuse(piece)
@@ -191,12 +191,12 @@ class RawReads:
         """What comes out of an equation that reads no piece."""
         name = eqn.primitive.name
         if name == "reduce_scatter":
-            stack, axes = str(eqn.source_info.name_stack), _axes_of(eqn)
+            stack, axes = str(eqn.source_info.name_stack), axes_of_collective(eqn)
             if "fsdp:reduce_scatter:" in stack and axes & self.shard_axes:
                 source = stack.split("fsdp:reduce_scatter:")[-1].split("/")[0]
                 return Value(Piece(source, self.shard_axes))
         joins = name in _SUMS or name in _GATHERS
-        if joins and self.data_axes <= _axes_of(eqn):
+        if joins and self.data_axes <= axes_of_collective(eqn):
             return _CONSTANT
         own = eqn.effects or name == "axis_index" or "callback" in name
         same = not own and all(v.same for v in ins)
@@ -291,7 +291,7 @@ def _closed(program: Any) -> ClosedJaxpr:
     return ClosedJaxpr(program, ()) if isinstance(program, Jaxpr) else program
 
 
-def _axes_of(eqn: JaxprEqn) -> frozenset[str]:
+def axes_of_collective(eqn: JaxprEqn) -> frozenset[str]:
     """The mesh axes over which a collective runs."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return frozenset(named if isinstance(named, (tuple, list)) else (named,))

@@ -1,5 +1,6 @@
 """Arguments of a call: specs by name, and arrays where JAX does not look for them."""
 
+import array
 import dataclasses
 import functools
 from collections import UserDict, deque
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec
 
 import fsdp_jax
@@ -152,6 +154,39 @@ class Foreign:
         return np.ones(self.shape)
 
 
+class Converted:
+    """An array for those who ask."""
+
+    def __init__(self, x: Any) -> None:
+        self.hidden = x
+
+    def __jax_array__(self) -> Any:
+        return self.hidden
+
+
+class WithTable:
+    table = np.ones((8, 4))
+
+
+@jax.tree_util.register_static
+class Static:
+    """A pytree without leaves."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["y"]
+)
+@dataclasses.dataclass
+class Half:
+    """A pytree of which one field is static."""
+
+    x: Any
+    y: Any
+
+
 def closure(x: Any) -> Any:
     return lambda: x
 
@@ -173,7 +208,18 @@ OBJECTS = {
     "jitted": (lambda x: jax.jit(closure(x)), "in its closure"),
     "foreign": (
         lambda x: Foreign(),
-        r"'batch' is a Foreign of shape \(8, 4\).*asarray",
+        r"'batch' has type Foreign and shape \(8, 4\).*asarray",
+    ),
+    "converted": (Converted, r"'batch' has type Converted and shape \(8, 4\)"),
+    "buffer": (lambda x: array.array("f", [1.0] * 8), r"type array and shape \(8,\)"),
+    "memory": (lambda x: memoryview(np.ones((8, 4))), r"memoryview and shape \(8, 4\)"),
+    "of its class": (lambda x: WithTable(), "'batch'.table is an array .* WithTable"),
+    "class": (lambda x: WithTable, "'batch'.table is an array .* in a WithTable"),
+    "static": (Static, r"'batch' is a Static that is registered .*\(8, 4\) in what is"),
+    "static field": (lambda x: {"a": Half(x, Batch(x))}, r"'batch'\['a'\] is a Half"),
+    "sparse": (
+        lambda x: [sparse.BCOO.fromdense(np.eye(8), nse=8)],
+        r"'batch'\[0\] is a BCOO, whose arrays hold entries, not rows",
     ),
 }
 
@@ -196,6 +242,7 @@ def test_objects_without_rows_and_those_that_are_said_to_be_whole_pass(model):
     x = jnp.ones((8, 4))
     partial = jax.tree_util.Partial(jnp.add, x)  # a pytree
     given = (Batch(None), Batch(jnp.ones(())), len, closure(3), Slotted(2), Batch)
+    given += (Static(3), Half(x, "name"), [0.9, 0.999], [[1, 2]], (1,) * 8, [x] * 8)
     given += (helpers.mesh_of(4), P("fsdp"), nn.Dense(4), nnx.graphdef(model))
     run = fsdp_jax.shard_map(lambda model, *args, f: (args[1].x, f(1.0)))
     scalar, cut = run(model, *given, f=partial)
@@ -204,7 +251,70 @@ def test_objects_without_rows_and_those_that_are_said_to_be_whole_pass(model):
     whole = fsdp_jax.shard_map(
         lambda model, batch: batch.x.sum(), in_specs={"batch": P()}
     )
+    for batch in (Batch(x), Half(x, Batch(x))):
+        whole(model, batch)
     assert whole(model, Batch(x)) == 32
+
+
+@pytest.mark.parametrize("numbers", [[1, 0] * 4, [[1.0, 2.0]] * 8, [(1, 2), [3]] * 4])
+def test_a_list_with_as_many_numbers_as_the_batch_has_rows_is_refused(model, numbers):
+    def loss(model, x, y):
+        return jnp.sum(model(x)) * len(jax.tree.leaves(y))
+
+    x = jnp.ones((8, 4))
+    with pytest.raises(TypeError, match=r"argument 'y'\['a'\] is a list of 8 entries"):
+        fsdp_jax.grad(loss)(model, x, {"a": numbers})
+    run = fsdp_jax.value_and_grad(loss, in_specs={"y": P()})
+    count = len(jax.tree.leaves(numbers))
+    expected = jnp.mean(jnp.sum(model(x).reshape(4, 2, 4), (1, 2))) * count
+    np.testing.assert_allclose(run(model, x, {"a": numbers})[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_raw_key_is_not_cut_in_two(devices):
+    mesh = helpers.mesh_of(devices)
+    model = fully_shard(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=mesh)
+
+    def draw(model, x, key):
+        return jax.random.normal(key, x.shape[1:])
+
+    x, key = jnp.ones((8, 4)), jax.random.PRNGKey(3)
+    with pytest.raises(ValueError, match="'key' .* two uint32, as jax.random.PRNGKey"):
+        fsdp_jax.shard_map(draw)(model, x, key)
+    run = fsdp_jax.shard_map(draw, in_specs={"key": P()}, out_specs=P())
+    np.testing.assert_array_equal(run(model, x, key), draw(model, x, key))
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("batch", ["closure", "partial", "default", "numbers"])
+def test_a_sum_of_losses_that_are_all_the_whole_one_is_refused(model, batch, how):
+    x, y = jnp.arange(32.0).reshape(8, 4), jnp.ones((8, 4))
+
+    def loss(model, x, y):
+        return jnp.sum((model(x) - jnp.asarray(y)) ** 2)
+
+    def run(reduction, model, x, y):
+        if batch == "partial":
+            f = functools.partial(loss, x=x, y=y)
+        elif batch == "default":
+            f = lambda model, x=x, y=y: loss(model, x, y)  # noqa: E731
+        elif batch == "numbers":
+            f, x = loss, [[0.5] * 4] * 3
+            step = fsdp_jax.value_and_grad(f, reduction=reduction)
+            return step(model, x, [[1] * 4] * 3)[0]
+        else:
+            f = lambda model: loss(model, x, y)  # noqa: E731
+        return fsdp_jax.value_and_grad(f, reduction=reduction)(model)[0]
+
+    step: Any = functools.partial(run, "sum")
+    with pytest.raises(ValueError, match="the loss is the same on every device .* 4 t"):
+        (nnx.jit(step) if how == "jit" else step)(model, x, y)
+    if batch != "numbers":
+        np.testing.assert_allclose(
+            run("mean", model, x, y), loss(model, x, y), rtol=1e-5
+        )
+    whole = fsdp_jax.value_and_grad(loss, reduction="sum")
+    np.testing.assert_allclose(whole(model, x, y)[0], loss(model, x, y), rtol=1e-5)
 
 
 def test_an_array_in_an_object_that_f_returns_is_refused(model):

@@ -24,7 +24,7 @@ from tests.random_layers import Layer
 
 EXAMPLES = os.environ.get("FSDP_JAX_EXAMPLES")
 # Derivatives of programs from outside, and of parameters inside of them.
-HIGHER = False
+HIGHER = True
 
 
 def mostly(default: Any, *others: Any) -> st.SearchStrategy[Any]:
