@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax._move import constrain, in_order, to_rest
+from fsdp_jax._move import constrain, in_order, to_rest, to_space
 from fsdp_jax._policies import PINNED_HOST
 from fsdp_jax._spec import ParamSpec
 
@@ -27,7 +27,13 @@ def _swap(x: jax.Array, dim: int, outer: int, inner: int) -> jax.Array:
 
 
 def enter_program(x: Any, param: ParamSpec | None) -> Any:
-    """A global array as a per-device program cuts it."""
+    """A global array as a per-device program cuts it.
+
+    What the program does not gather comes in device memory, to be computed with:
+    there the devices' cotangents of it are added up.
+    """
+    if param is not None and param.memory_kind is not None and not param.cut:
+        x = to_space(x, jax.memory.Space.Device)
     if param is None or param.blocks == 1 or param.dim is None:
         return x
     return _swap(x, param.dim, param.blocks, param.mesh.num_shards)

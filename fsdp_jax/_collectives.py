@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from fsdp_jax import _layout
 from fsdp_jax._comm import GroupComm, cast_floating, padded, unpadded
 from fsdp_jax._mesh import MeshInfo, Others
+from fsdp_jax._move import to_space
 from fsdp_jax._raw_reads import SCOPE
 
 Array = jax.Array
@@ -98,7 +99,7 @@ def on_devices(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     """
     if not comm.offloaded:
         return list(shards)
-    return [jax.device_put(s, jax.memory.Space.Device) for s in shards]
+    return [to_space(s, jax.memory.Space.Device) for s in shards]
 
 
 def _on_pieces(f: Callable, comm: GroupComm) -> Callable:

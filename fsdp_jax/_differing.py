@@ -72,10 +72,19 @@ def differ_between_devices(
             any(axis in axes for axes in _arguments.axes_of(spec)) for spec in specs
         ]
         look = find_divergence(request.who, mesh.data_axes, decide, divergent)
-        if request.reduction == "sum":
-            look = _refusing_equal_losses(request.who, axis, mesh, look)
-        along = depends_on(closed, marks, decide, into_loops=True, look=look)
+        sums: dict[int, bool] = {}
+        noting = _noting_losses(axis, sums, look)
+        along = depends_on(closed, marks, decide, into_loops=True, look=noting)
         found = [a or b for a, b in zip(found, along)]
+        if request.reduction == "sum" and not all(sums.values()):
+            raise ValueError(
+                f"{request.who}: the loss is the same on every device along mesh axis "
+                f"{axis!r}, and reduction='sum' would add it up {mesh.size((axis,))} "
+                "times: nothing that it depends on is cut over the devices. An array "
+                "that f reads from outside (a closure, a global) is whole on every "
+                "device, as is a list of numbers: pass the batch as arguments of f. A "
+                "loss that is the same everywhere is that of reduction='mean'."
+            )
     return found, divergent
 
 
@@ -85,19 +94,12 @@ def _of_the_caller(x: Any) -> bool:
     return isinstance(x, Tracer) and not getattr(mesh, "manual_axes", ())
 
 
-def _refusing_equal_losses(who: str, axis: str, mesh: MeshInfo, look: Look) -> Look:
-    """Make a `look` that also refuses a sum of losses of which each is the whole."""
+def _noting_losses(axis: str, found: dict[int, bool], look: Look) -> Look:
+    """Make a `look` that also notes, of each sum of losses, whether they differ."""
 
     def both(eqn: JaxprEqn, ins: Sequence[bool], inside: bool = False) -> None:
         look(eqn, ins, inside)
-        if is_sum_of_losses(eqn) and axis in axes_of_collective(eqn) and not any(ins):
-            raise ValueError(
-                f"{who}: the loss is the same on every device along mesh axis {axis!r}, "
-                f"and reduction='sum' would add it up {mesh.size((axis,))} times: "
-                "nothing that it depends on is cut over the devices. An array that f "
-                "reads from outside (a closure, a global) is whole on every device, as "
-                "is a list of numbers: pass the batch as arguments of f. A loss that is "
-                "the same everywhere is that of reduction='mean'."
-            )
+        if is_sum_of_losses(eqn) and axis in axes_of_collective(eqn):
+            found[id(eqn)] = any(ins) or found.get(id(eqn), False)
 
     return both

@@ -23,7 +23,7 @@ from fsdp_jax._collectives import sum_over_devices
 from fsdp_jax._dependence import Look, depends_on
 from fsdp_jax._evaluate import bind, evaluate
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._move import is_away, to_rest
+from fsdp_jax._move import is_away, to_rest, to_space
 from fsdp_jax._policies import PINNED_HOST
 from fsdp_jax._raw_reads import COLLECTIVES
 
@@ -151,7 +151,7 @@ def run_agreed(
     def spoil(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        here = jax.device_put(x, jax.memory.Space.Device) if is_away(x) else x
+        here = to_space(x, jax.memory.Space.Device) if is_away(x) else x
         spoilt = jnp.where(wrong, jnp.asarray(jnp.nan, here.dtype), here)
         return to_rest(spoilt, PINNED_HOST) if is_away(x) else spoilt
 

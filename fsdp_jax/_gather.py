@@ -21,7 +21,7 @@ from fsdp_jax._comm import GroupComm, Static, cast_floating
 from fsdp_jax._compiled import in_one
 from fsdp_jax._cotangents import InnerGradientError, in_f, to_shards
 from fsdp_jax._evaluate import Asking
-from fsdp_jax._move import is_away
+from fsdp_jax._move import is_away, to_space
 from fsdp_jax._ordering import Anchors, Log, after, can_wait, floating
 
 Array = jax.Array
@@ -74,7 +74,7 @@ def gather_kept(
     """
     waits = anchors.early if anchors is not None else []
     sinks = list(sinks) or [None] * len(shards)
-    dtypes, away = grad_dtypes(shards, sinks), [is_away(s) for s in shards]
+    dtypes, kinds = grad_dtypes(shards, sinks), kinds_of(shards)
     gathered = any(f is not None for f in full)
 
     def plain(shards, sinks, full, waits):
@@ -85,19 +85,20 @@ def gather_kept(
         return gather_group(after(on_devices(shards, comm), waits)[0], comm, kind)
 
     def forward(shards, sinks, full, waits):
-        needed = Static(perturbed(shards, sinks))
+        needed = Static((perturbed(shards, sinks), perturbed(shards)))
         values = jax.tree.map(lambda x: x.value, (shards, sinks, full, waits))
         return gather(*values), needed  # itself: gradients of gradients come here
 
     def backward(needed, cotangents):
+        members, own = needed.value
         grads = [
-            c if i in needed.value and not isinstance(c, SymbolicZero) else None
+            c if i in members and not isinstance(c, SymbolicZero) else None
             for i, c in enumerate(cotangents)
         ]
         reduced = to_shards(grads, dtypes, comm)
         if log is not None:
             log.reduce(reduced)
-        of_shards, of_sinks = sort_grads(reduced, sinks, away)
+        of_shards, of_sinks = sort_grads(reduced, sinks, kinds, own)
         return of_shards, of_sinks, [None] * len(full), [None] * len(waits)
 
     gather = jax.custom_vjp(plain)
@@ -153,29 +154,46 @@ def refuse_inner(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     return [one(s, dim is not None) for s, dim in zip(shards, comm.dims, strict=True)]
 
 
-def perturbed(shards: Sequence[Any], sinks: Sequence[Any]) -> list[int]:
-    """Positions of the members that are differentiated."""
-    pairs = enumerate(zip(shards, sinks, strict=True))
+def perturbed(shards: Sequence[Any], sinks: Sequence[Any] = ()) -> list[int]:
+    """Positions of the members whose shard, or sink, is differentiated."""
+    pairs = enumerate(zip(shards, sinks or [None] * len(shards), strict=True))
     return [i for i, (s, k) in pairs if s.perturbed or (k is not None and k.perturbed)]
 
 
+def kinds_of(shards: Sequence[Array]) -> list[tuple[Any, bool]]:
+    """Of each shard the dtype, and whether it is in host memory."""
+    return [(s.dtype, is_away(s)) for s in shards]
+
+
 def sort_grads(
-    grads: Sequence[Array | None], sinks: Sequence[Array | None], away: Sequence[bool]
+    grads: Sequence[Array | None],
+    sinks: Sequence[Array | None],
+    kinds: Sequence[tuple[Any, bool]],
+    own: Sequence[int],
 ) -> tuple[list[Array | None], list[Array | None]]:
     """The gradients that belong to shards, and those that belong to sinks.
+
+    One that has a sink is differentiated by its shard too if somebody else than the
+    program that made the sink does it: from outside, to second order. (Not while its
+    reduction is left to a later call, see `refuse_inner`.)
 
     Args:
         grads: one per member; None for none.
         sinks: as in `gather_kept`.
-        away: whether the shard is in host memory, where its gradient has to be.
+        kinds: of the shards, as `kinds_of` says; so have their gradients to be.
+        own: positions of the shards that are differentiated.
     """
-    to_shards = [g if k is None else None for g, k in zip(grads, sinks, strict=True)]
-    to_sinks = [None if k is None else g for g, k in zip(grads, sinks, strict=True)]
-    host = jax.memory.Space.Host
-    return [
-        jax.device_put(g, host) if g is not None and a else g
-        for g, a in zip(to_shards, away, strict=True)
-    ], to_sinks
+
+    def settled(grad: Array, dtype: Any, away: bool) -> Array:
+        grad = grad.astype(dtype)
+        return to_space(grad, jax.memory.Space.Host) if away else grad
+
+    of_shards = [
+        settled(g, *kind) if g is not None and i in own else None
+        for i, (g, kind) in enumerate(zip(grads, kinds, strict=True))
+    ]
+    of_sinks = [None if k is None else g for g, k in zip(grads, sinks, strict=True)]
+    return of_shards, of_sinks
 
 
 def run_in_turn(

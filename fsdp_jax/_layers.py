@@ -17,8 +17,13 @@ from fsdp_jax._collectives import gather_group
 from fsdp_jax._comm import GroupComm, Static
 from fsdp_jax._compiled import in_one
 from fsdp_jax._cotangents import to_shards
-from fsdp_jax._gather import gather_kept, grad_dtypes, perturbed, sort_grads
-from fsdp_jax._move import is_away
+from fsdp_jax._gather import (
+    gather_kept,
+    grad_dtypes,
+    kinds_of,
+    perturbed,
+    sort_grads,
+)
 from fsdp_jax._ordering import Log, is_inexact
 from fsdp_jax._raw_reads import SCOPE
 from fsdp_jax._schedule import Body, rebuild_vjp, trace_forward, zeros_of
@@ -65,7 +70,7 @@ def run_layers(
     """
     num_layers, num_carry = shards[0].shape[0], len(carry)
     sinks = list(sinks) or [None] * len(shards)
-    dtypes, away = grad_dtypes(shards, sinks), [is_away(s) for s in shards]
+    dtypes, kinds = grad_dtypes(shards, sinks), kinds_of(shards)
 
     def gather(shards, sinks, k, kind="gather"):
         own = _layer(sinks, k)
@@ -93,7 +98,7 @@ def run_layers(
         return [*out, *carry]
 
     def forward(shards, sinks, stacked, carry, consts):
-        diff_members = perturbed(shards, sinks)
+        diff_members, own_members = perturbed(shards, sinks), perturbed(shards)
         some = bool(diff_members) or any(
             x.perturbed for x in (*stacked, *carry, *consts)
         )
@@ -121,11 +126,12 @@ def run_layers(
             return results[at:], (results[:at], kept)
 
         (carry, last), (out, kept) = loop(layer, shards, sinks, stacked, carry)
-        return [*out, *carry], (shards, sinks, kept, consts, last, Static(saved))
+        note = Static((saved, own_members))
+        return [*out, *carry], (shards, sinks, kept, consts, last, note)
 
     def backward(residuals, cotangents):
         shards, sinks, kept, consts, last, static = residuals
-        saved = static.value
+        saved, own_members = static.value
         cotangents = [
             zeros_of(c) if isinstance(c, SymbolicZero) else c for c in cotangents
         ]
@@ -164,7 +170,7 @@ def run_layers(
         if comm.defer != "all":
             log.reduce(reduced)
         return (
-            *sort_grads(reduced, sinks, away),
+            *sort_grads(reduced, sinks, kinds, own_members),
             _spread(own_cts, own_at, len(stacked)),
             _spread(carry_cts, carry_diff, num_carry),
             _spread(sums, [i - at - num_carry for i in consts_at], len(consts)),

@@ -85,7 +85,7 @@ def unpad(value: Any, dim: int, rows: int, whole: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(shape, value.dtype, sharding=whole)
     if isinstance(value, Tracer) and AxisType.Explicit not in whole.mesh.axis_types:
         if is_away(value):
-            value = jax.device_put(value, jax.memory.Space.Device)
+            value = to_space(value, jax.memory.Space.Device)
     else:
         value = move(value, whole)
     return jax.lax.slice(value, [0] * len(shape), shape)
@@ -95,6 +95,14 @@ def memory_space(value: Any) -> Any:
     """The memory in which a trace knows a value to be."""
     host, device = jax.memory.Space.Host, jax.memory.Space.Device
     return host if is_away(value) else device
+
+
+def to_space(value: Any, space: jax.memory.Space) -> Any:
+    """Put an array into a memory; its cotangent goes back to where it was.
+
+    JAX (0.12) leaves the cotangent where it is unless it is told where that was.
+    """
+    return jax.device_put(value, space, src=memory_space(value))
 
 
 def is_away(value: Any) -> bool:
@@ -109,7 +117,7 @@ def constrain(value: jax.Array, target: NamedSharding) -> jax.Array:
     """
     on_device = NamedSharding(target.mesh, target.spec)
     if is_away(value):
-        value = jax.device_put(value, jax.memory.Space.Device)
+        value = to_space(value, jax.memory.Space.Device)
     if AxisType.Explicit in target.mesh.axis_types:
         value = jax.sharding.reshard(value, on_device)
     else:
@@ -122,7 +130,7 @@ def to_rest(value: jax.Array, memory_kind: str | None) -> jax.Array:
     """Move a traced array to the memory of a kind."""
     if memory_kind != PINNED_HOST:
         return value
-    return jax.device_put(value, jax.memory.Space.Host)
+    return to_space(value, jax.memory.Space.Host)
 
 
 def in_order(value: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from fsdp_jax import _collectives, _functional
 from fsdp_jax._compiled import compiled
 from fsdp_jax._managed import spec_of
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._move import is_away
+from fsdp_jax._move import is_away, to_space
 from fsdp_jax._pending import PendingGradients
 from fsdp_jax._raw_reads import NORM
 
@@ -106,7 +106,7 @@ def _norm_of_pieces(leaves: Sequence[tuple[str, Any, Any]]) -> Array:
                 first = _collectives.device_index(mesh, mesh.shard_axes) * rows
                 at = first + jax.lax.broadcasted_iota(int, x.shape, dim)
                 x = jnp.where(at < spec.size, x, 0)
-        here = jax.device_put(x, jax.memory.Space.Device) if is_away(x) else x
+        here = to_space(x, jax.memory.Space.Device) if is_away(x) else x
         sums[mesh] = sums.get(mesh, jnp.zeros(())) + _square(here)
     total = sums.pop(None, jnp.zeros(()))
     for mesh, pieces in sums.items():
@@ -136,7 +136,7 @@ def _norm(
     mesh: Mesh | None,
 ) -> Array:
     """The norm of arrays, of which the padded ones have their own rows in front."""
-    here = [jax.device_put(x, jax.memory.Space.Device) for x in arrays]
+    here = [to_space(x, jax.memory.Space.Device) for x in arrays]
     for i, rows in enumerate(own):
         if rows is not None:  # zeros, unless something was added to raw values
             dim, size = rows

@@ -79,11 +79,14 @@ def check_nodes(
             a list of as many numbers, or of lists of numbers, as there are rows.
     """
     for keys, node in _nodes(tree):
-        path, whole = name + jax.tree_util.keystr(keys), f"say that it is whole: {spelled}"
+        path, whole = (
+            name + jax.tree_util.keystr(keys),
+            f"say that it is whole: {spelled}",
+        )
         if type(node).__module__.startswith(_SPARSE):
             raise TypeError(
-                f"{who}: {path} is a {_name(node)}, whose arrays hold entries, not rows, "
-                f"so that it cannot be cut. Pass a dense array, or {whole}."
+                f"{who}: {path} is a {_name(node)}, whose arrays hold entries, not "
+                f"rows, so that it cannot be cut. Pass a dense array, or {whole}."
             )
         if isinstance(node, list) and len(node) in rows and _are_numbers(node):
             raise TypeError(

@@ -145,7 +145,6 @@ def run_local(
     call, mesh = program.call, program.mesh
     num_arrays = len(inputs) - len(program.pending)
     arrays, pending = inputs[:num_arrays], inputs[num_arrays:]
-    arrays = [_usable(x, p) for x, p in zip(arrays, program.params)]
     outcomes: list[Outcome] = []
     if call.request.argnums is None:
         held = [_guarded(x, p) for x, p in zip(arrays, program.params)]
@@ -206,13 +205,6 @@ def run_local(
     ]
     rest.insert(outcome.value_at, value)
     return [*rest, *finished], outcome, keys
-
-
-def _usable(x: Array, param: ParamSpec | None) -> Array:
-    """An array to be computed with as it is: on the device, if it is not gathered."""
-    if param is None or param.memory_kind is None or param.cut:
-        return x
-    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def _guarded(x: Array, param: ParamSpec | None) -> Any:

@@ -28,11 +28,11 @@ from fsdp_jax._gather import (
     gather_kept,
     grad_dtypes,
     hold,
+    kinds_of,
     perturbed,
     run_in_turn,
     sort_grads,
 )
-from fsdp_jax._move import is_away
 from fsdp_jax._ordering import Anchors, Log, Ordering, after, floating, is_inexact
 
 Array = jax.Array
@@ -200,7 +200,7 @@ def run_regathered(
         The outputs of `body`.
     """
     sinks = list(sinks) or [None] * len(shards)
-    dtypes, away = grad_dtypes(shards, sinks), [is_away(s) for s in shards]
+    dtypes, kinds = grad_dtypes(shards, sinks), kinds_of(shards)
     waits = (anchors.early, anchors.late)
     no_grads = tuple([None] * len(arrays) for arrays in waits)
 
@@ -209,7 +209,7 @@ def run_regathered(
         return body(full, others)
 
     def forward(shards, sinks, others, waits):
-        diff_members = perturbed(shards, sinks)
+        diff_members, own = perturbed(shards, sinks), perturbed(shards)
         diff_others = [i for i, o in enumerate(others) if o.perturbed]
         shards, sinks, values, (early, late) = jax.tree.map(
             lambda x: x.value, (shards, sinks, others, waits)
@@ -224,11 +224,12 @@ def run_regathered(
             outputs, kept = saved.sort(results)
         else:
             outputs, kept = saved.run(gather_kept(held, comm, sinks=sinks), values)
-        return outputs, (shards, sinks, kept, Static(saved))
+        return outputs, (shards, sinks, kept, Static((saved, own)))
 
     def backward(residuals, cotangents):
         shards, sinks, arrays, static = residuals
-        saved: Saved = static.value
+        saved: Saved
+        saved, own = static.value
         grads: list[Array | None] = [None] * len(shards)
         other_grads: list[Array | None] = [None] * len(others)
         cotangents = [cotangents[i] for i in saved.diff_outputs]
@@ -270,7 +271,7 @@ def run_regathered(
         grads = to_shards(grads, dtypes, comm)
         if comm.defer != "all":  # else there is nothing to wait for
             grads, other_grads = schedule.end_backward(grads, other_grads)
-        return *sort_grads(grads, sinks, away), other_grads, no_grads
+        return *sort_grads(grads, sinks, kinds, own), other_grads, no_grads
 
     run = jax.custom_vjp(plain)
     run.defvjp(forward, backward, symbolic_zeros=True)

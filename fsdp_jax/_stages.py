@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax import _blocks, _collectives, _functional
 from fsdp_jax._comm import Defer, GroupComm
 from fsdp_jax._mesh import MeshInfo
+from fsdp_jax._move import to_space
 from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import (
     comm_for,
@@ -204,7 +205,7 @@ class Entry:
         if stage != REDUCED:
             return x[0]
         away = self.param is not None and self.param.memory_kind is not None
-        return jax.device_put(x, jax.memory.Space.Device) if away else x
+        return to_space(x, jax.memory.Space.Device) if away else x
 
     def leave(self, x: Array, stage: int, mesh: MeshInfo) -> Array:
         """A gradient of the program as a global one."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import fsdp_jax
 import fsdp_jax.linen
-from fsdp_jax import _cotangents, fully_shard
+from fsdp_jax import CPUOffloadPolicy, _cotangents, fully_shard
 from tests import helpers
 
 ROWS = 16
@@ -139,6 +139,34 @@ def test_the_third_order(shape: tuple[int, ...]) -> None:
         return nnx.jit(nnx.grad(lambda m: squares(second(m))))
 
     same(third(fsdp_jax.grad)(net(shape)), third(nnx.grad)(Net()))
+
+
+@pytest.mark.parametrize("how", ["offload", "offload freed", "float16"])
+def test_the_second_order_where_gradients_do_not_arrive_at_shards(how: str) -> None:
+    def step(lib: Any) -> Any:
+        def norm(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            grads = nnx.as_pure(lib.grad(loss)(model, x, y))
+            if lib is fsdp_jax and how != "float16":  # JAX asks where they were
+                host, device = jax.memory.Space.Host, jax.memory.Space.Device
+                grads = jax.device_put(grads, device, src=host)
+            return squares(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+        return nnx.jit(nnx.grad(norm))
+
+    kwargs: dict[str, Any] = dict(reshard_after_forward=how == "offload freed" or None)
+    model, twin = Net(), Net()
+    if how == "float16":
+        for m in (model, twin):
+            m.last.kernel.set_value(m.last.kernel[...].astype(jnp.float16))
+    else:
+        kwargs["offload_policy"] = CPUOffloadPolicy()
+    for module in (model.first, model.last, model):
+        fully_shard(module, mesh=mesh_of((4,)), **kwargs)
+    got, want = step(fsdp_jax)(model, *batch()), step(nnx)(twin, *batch())
+    half = how == "float16"
+    helpers.assert_trees_close(
+        got, want, rtol=2e-3 if half else 1e-4, atol=2e-3 if half else 1e-6
+    )
 
 
 @pytest.mark.parametrize("shape, compiled", [((4,), False), ((2, 4), True)])
