@@ -24,6 +24,7 @@ from fsdp_jax._mesh import MeshInfo, resolve_mesh
 from fsdp_jax._module import (
     FSDPModule,
     check_convertible,
+    check_own_names,
     convert,
     revert,
 )
@@ -183,6 +184,7 @@ def _check_modules(module: Any) -> list[Any]:
                 "is never called, so there is no moment at which to gather. Shard "
                 "each item: for m in container: fully_shard(m)."
             )
+        check_own_names(m, what)
     return modules
 
 

@@ -302,6 +302,24 @@ def _hook_method(generated: type, name: str) -> None:
         setattr(generated, name, _hooked(function, name))
 
 
+def check_own_names(module: Any, what: str) -> None:
+    """Raise if a module has attributes that a method of `FSDPModule` would replace.
+
+    Raises:
+        ValueError: it has.
+    """
+    cls = type(module)
+    for name in dir(FSDPModule):
+        if name.startswith("_") or hasattr(nnx.Module, name):
+            continue
+        if name in vars(module) or hasattr(cls, name):
+            raise ValueError(
+                f"fully_shard: {what}, a {cls.__name__}, has an attribute {name!r} of "
+                "its own, and a sharded module has a method of that name, which would "
+                f"take its place. Rename it: {name}_ or the like."
+            )
+
+
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Treat a method of a sharded module as a forward: gather, run, free.
 
@@ -313,7 +331,8 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
         method_name: name of a method of its class.
 
     Raises:
-        TypeError: the name is not a str, or the attribute is not a plain method.
+        TypeError: the name is not a str, or the attribute is not a plain method; a
+            generator runs when its parameters are freed again.
         ValueError: the sharded module has no such method.
 
     Source: specification, "Calling forward directly"; PyTorch.
@@ -337,6 +356,14 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
             f"register_fsdp_forward_method: {cls.__name__}.{method_name} is a "
             f"{type(found).__name__}, not a method of an instance, so there are no "
             "parameters to gather for it."
+        )
+    runs_later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction)
+    if any(later(found) for later in (*runs_later, inspect.isasyncgenfunction)):
+        raise TypeError(
+            f"register_fsdp_forward_method: {cls.__name__}.{method_name} is a "
+            "generator or a coroutine: its body runs after the call has returned, when "
+            "its parameters are freed again. Register the method that makes one step, "
+            "or keep the module unsharded meanwhile: module.unshard() ... reshard()."
         )
     state = state_of(module)
     if method_name == "__call__" or method_name in state.forward_methods:

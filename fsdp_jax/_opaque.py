@@ -11,7 +11,7 @@ import array
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, ValuesView
+from collections.abc import Callable, Collection, Iterator, ValuesView
 from typing import Any
 
 import jax
@@ -106,6 +106,49 @@ def check_nodes(
             )
 
 
+def check_outside(who: str, f: Callable, rows: Collection[int]) -> None:
+    """Raise if a function reads what may be rows of the batch from outside.
+
+    It is whole on every device, and where each has one row, broadcast beside that.
+
+    Args:
+        who: name of the public function.
+        f: the user's function.
+        rows: how many rows arguments have that are cut, one for each call of `f`.
+
+    Raises:
+        ValueError: an array has as many entries on dim 0.
+    """
+
+    def wanted(shape: tuple[int, ...]) -> bool:
+        return len(shape) > 0 and shape[0] in rows
+
+    found = find_array(f, wanted, into_nodes=False)
+    for name, x in () if found else _globals_of(f):
+        if _is_array_like(x) and wanted(_shape(x)):
+            found = f" (global {name!r})", x
+            break
+    if found is not None:
+        where, shape = found[0], _shape(found[1])
+        raise ValueError(
+            f"{who}: f reads an array of shape {shape} from outside{where}, which is "
+            f"whole on every device, while each call of f sees one of the {shape[0]} "
+            "rows of the batch, beside which it would be broadcast. Pass it as an "
+            "argument of f; if its rows are not those of the batch, with "
+            "in_specs={NAME: PartitionSpec()}."
+        )
+
+
+def _globals_of(f: Any) -> Iterator[tuple[str, Any]]:
+    """The globals that a function reads by name, below partials and decorators."""
+    for _ in range(_MOST_WRAPPED):
+        for name in ("__wrapped__", "func", "__func__"):
+            f = getattr(f, name, f)
+    if isinstance(f, types.FunctionType):
+        names = f.__code__.co_names
+        yield from ((n, f.__globals__[n]) for n in names if n in f.__globals__)
+
+
 def _flatten_one(node: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(node, is_leaf=lambda x: x is not node)
 
@@ -136,7 +179,7 @@ def check_output(who: str, path: str, leaf: Any) -> None:
     Raises:
         TypeError: it does.
     """
-    found = find_array(leaf, rows=0)
+    found = find_array(leaf, wanted=lambda shape: True)
     if found is not None and isinstance(found[1], Tracer):
         raise TypeError(
             f"{who}: f returned an array in a {_name(leaf)} (output{path}{found[0]}), "
@@ -145,9 +188,12 @@ def check_output(who: str, path: str, leaf: Any) -> None:
 
 
 _MOST = 10_000  # objects looked at in one leaf
+_MOST_WRAPPED = 20  # partials and decorators around a function
 
 
-def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
+def find_array(
+    root: Any, wanted: Callable[[tuple[int, ...]], bool] = bool, into_nodes: bool = True
+) -> tuple[str, Any] | None:
     """The first array in what is no pytree: where it is, and the array.
 
     Attributes and slots are looked into, containers, and what a function has in its
@@ -155,7 +201,8 @@ def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
 
     Args:
         root: a leaf of JAX's.
-        rows: the least number of dims.
+        wanted: whether an array of this shape is meant; one with dims by default.
+        into_nodes: whether to look into NNX objects too.
     """
     queue: deque[tuple[str, Any]] = deque([("", root)])
     seen: dict[int, Any] = {}
@@ -166,10 +213,12 @@ def find_array(root: Any, rows: int = 1) -> tuple[str, Any] | None:
         if isinstance(x, _PLAIN) or id(x) in seen:
             continue
         seen[id(x)] = x  # kept, so that no other object gets its id
+        if _functional.is_node(x) and not into_nodes:
+            continue
         if isinstance(x, nnx.Variable):
             queue.append((where, x.get_raw_value()))
         elif _is_array_like(x):
-            if len(_shape(x)) >= rows:
+            if wanted(_shape(x)):
                 return where, x
         else:
             queue.extend((where + at, child) for at, child in _children(x))
@@ -209,7 +258,9 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
                 yield f" ({name!r} in its closure)", cell.cell_contents
             except ValueError:  # a name that is not bound yet
                 continue
-        given = [*enumerate(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).items()]
+        taken = x.__code__.co_varnames[: x.__code__.co_argcount]
+        defaults = zip(reversed(taken), reversed(x.__defaults__ or ()))
+        given = [*defaults, *(x.__kwdefaults__ or {}).items()]
         yield from ((f" (default {name!r})", v) for name, v in given)
     classes = (x if isinstance(x, type) else type(x)).__mro__
     for name, value in [pair for cls in classes for pair in vars(cls).items()]:

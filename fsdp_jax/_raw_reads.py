@@ -98,12 +98,13 @@ class RawReads:
     Attributes:
         shard_axes: mesh axes over which parameters are cut.
         data_axes: mesh axes over which the devices of the program lie.
-        refuse: makes the error for a piece that was misused before it is gathered.
+        refuse: makes the error for a piece that was misused, and for what took it if
+            that is no gather.
     """
 
     shard_axes: frozenset[str]
     data_axes: frozenset[str]
-    refuse: Callable[[Piece], Exception]
+    refuse: Callable[..., Exception]
 
     def run(
         self, closed: ClosedJaxpr, inputs: Sequence[Value], ours: bool = False
@@ -160,6 +161,8 @@ class RawReads:
         if not pieces:
             return [self._whole(eqn, ins)] * count
         piece = _first(pieces)
+        if not count and piece.misused:  # pieces as they are may be shown
+            raise self.refuse(piece, "a callback (jax.debug.print)")
         axes = piece.axes - axes_of_collective(eqn)
         if name in _GATHERS:
             if piece.misused and ours:

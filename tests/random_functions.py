@@ -549,7 +549,9 @@ def _check(program: Program) -> Outcome:
         found = [text for text in found if not BY_SLICE.search(text)]
     if program.callback:
         times = program.devices * program.microbatches
-        if calls != times * wanted_calls:
+        # From outside, what runs again for a derivative of which order is JAX's choice.
+        exact = program.entry in ENTRIES
+        if calls != times * wanted_calls if exact else calls < times:
             found.append(f"callback: {calls} calls for {times} times {wanted_calls}")
     return Outcome("wrong", "\n".join(found)) if found else Outcome("same")
 

@@ -285,6 +285,58 @@ def test_a_raw_key_is_not_cut_in_two(devices):
     np.testing.assert_array_equal(run(model, x, key), draw(model, x, key))
 
 
+TARGETS = np.arange(16.0).reshape(4, 4)
+
+
+class Trainer:
+    """A loss that is a method."""
+
+    def __init__(self, y: Any) -> None:
+        self.data = {"y": y}
+
+    def loss(self, model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((model(x) - self.data["y"]) ** 2)
+
+
+def square(model: Any, x: jax.Array, y: Any) -> jax.Array:
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def loss_of_targets(model: Any, x: jax.Array) -> jax.Array:
+    return square(model, x, TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("closure", "'y' in its closure"),
+        ("default", "default 'y'"),
+        ("partial", r".keywords\['y'\]"),
+        ("method", r".__self__.data\['y'\]"),
+        ("global", "global 'TARGETS'"),
+        ("partial of global", "global 'TARGETS'"),
+        ("jitted", "'y' in its closure"),
+    ],
+)
+def test_rows_from_outside_are_not_broadcast_beside_one_row(model, kind, text):
+    y: Any = jnp.asarray(TARGETS)
+    f: Any = {
+        "closure": lambda model, x: square(model, x, y),
+        "default": lambda model, x, y=y: square(model, x, y),
+        "partial": functools.partial(square, y=y),
+        "method": Trainer(y).loss,
+        "global": loss_of_targets,
+        "partial of global": functools.partial(loss_of_targets),
+        "jitted": nnx.jit(lambda model, x: square(model, x, y)),
+    }[kind]
+    with pytest.raises(ValueError, match=f"reads an array of shape .4, 4. .*{text}"):
+        fsdp_jax.grad(f)(model, jnp.ones((4, 4)))
+    step = fsdp_jax.grad(square)
+    got = step(model, jnp.ones((4, 4)), y)
+    same = fsdp_jax.grad(f, in_specs={"x": P()})(model, jnp.ones((4, 4)))
+    helpers.assert_trees_close(got, same)
+
+
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("batch", ["closure", "partial", "default", "numbers"])
 def test_a_sum_of_losses_that_are_all_the_whole_one_is_refused(model, batch, how):

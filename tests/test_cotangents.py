@@ -1,5 +1,6 @@
 """Derivatives other than the outermost one: from outside, inside of f, of any order."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -479,6 +480,30 @@ def test_what_pieces_allow_is_right(name: str) -> None:
 
     want = nnx.jit(nnx.value_and_grad(f))(Net(), x, y)
     same(nnx.jit(fsdp_jax.value_and_grad(f))(net((2, 4)), x, y), want)
+
+
+def test_raw_shards_that_a_callback_takes_for_parameters_are_refused(
+    capfd: pytest.CaptureFixture,
+) -> None:
+    def f(show: Any, model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        jax.debug.print("shown {}", show(nnx.state(model, nnx.Param)))
+        return loss(model, x, y)
+
+    def run(show: Any) -> None:
+        fsdp_jax.grad(functools.partial(f, show))(net(), *batch())
+        jax.effects_barrier()
+
+    text = r"grad: a callback .* depends on parameter '[\w.]+' .*fsdp_jax.global_norm"
+    for show in (optax.tree.norm, lambda s: s["first"]["kernel"].get_raw_value().max()):
+        with pytest.raises(RuntimeError, match=text):
+            run(show)
+    assert "shown" not in capfd.readouterr().out
+    run(fsdp_jax.global_norm)
+    whole = float(optax.tree.norm(nnx.state(Net(), nnx.Param)))
+    shown = [float(x.split()[1]) for x in capfd.readouterr().out.splitlines()]
+    np.testing.assert_allclose(shown, [whole] * 4, rtol=1e-5)
+    run(lambda state: 2 * state["first"]["kernel"].get_raw_value())  # pieces of it
+    assert capfd.readouterr().out.count("shown") == 4
 
 
 def test_raw_shards_in_results_are_refused_unless_their_spec_is_given() -> None:

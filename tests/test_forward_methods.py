@@ -327,6 +327,20 @@ def test_what_is_no_method_of_an_instance_is_refused(mesh8, name):
     assert_does_not_gather(model, "encode")
 
 
+def test_a_method_whose_body_runs_later_is_refused(mesh8):
+    class Lazy(nnx.Linear):
+        def parts(self, x):
+            yield self(x)
+
+        async def later(self, x):
+            return self(x)
+
+    layer = fully_shard(Lazy(8, 8, rngs=nnx.Rngs(0)), mesh=mesh8)
+    for name in ("parts", "later"):
+        with pytest.raises(TypeError, match=f"Lazy.{name} is a generator or a corout"):
+            register_fsdp_forward_method(layer, name)
+
+
 @pytest.mark.parametrize("name", [None, 3, b"encode", Base.encode])
 def test_a_name_that_is_no_string_is_refused(mesh8, name):
     with pytest.raises(TypeError, match="method_name"):
