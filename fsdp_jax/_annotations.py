@@ -24,11 +24,17 @@ _LIBRARIES = tuple(str(Path(str(m.__file__)).parent) for m in (jax, flax))
 _OWN = (*_LIBRARIES, str(Path(__file__).parent), contextlib.__file__)
 _HIDDEN = "JAX has removed its internal frames"
 
+# Where equations hold the shardings that were asked for.
+_ASKED = {"sharding_constraint": ("sharding",)}
+_ASKED |= dict.fromkeys(("jit", "pjit"), ("in_shardings", "out_shardings"))
+
 # What JAX 0.10 to 0.12 and Flax 0.12 say of axes that a program is manual over.
 _SPEC = re.compile(
     r"of type Auto or Manual|can only refer to Auto axes|contains a manual axes"
     r"|implies that array axis \d+ is partitioned"
 )
+_OF_MESH = re.compile("Context mesh .* should match the mesh of sharding", re.S)
+_NO_MESH = re.compile(r"non-empty mesh in context if you are passing `?PartitionSpec")
 _RETYPED = re.compile("Going from `?Manual")
 _MAPPED = re.compile("context mesh .* should match the mesh passed to shard_map", re.S)
 _MADE = re.compile("Mesh must have all axes as Explicit or all axes as Auto")
@@ -66,13 +72,12 @@ def check(closed: ClosedJaxpr, who: str, axes: Sequence[str]) -> None:
         ValueError: one does.
     """
     for eqn in equations_inside(closed):
-        sharding = eqn.params.get("sharding")
-        if eqn.primitive.name != "sharding_constraint":
-            continue
-        if isinstance(sharding, NamedSharding):
-            named = [a for a in axes if a in _names(sharding.spec)]
-            if named:
-                raise ValueError(_of_spec(who, named, _place_of(eqn)))
+        asked = _ASKED.get(eqn.primitive.name, ())
+        for sharding in jax.tree.leaves([eqn.params[key] for key in asked]):
+            if isinstance(sharding, NamedSharding):
+                named = [a for a in axes if a in _names(sharding.spec)]
+                if named:
+                    raise ValueError(_of_spec(who, named, _place_of(eqn)))
 
 
 def _names(spec: PartitionSpec) -> set[object]:
@@ -85,7 +90,9 @@ def _names(spec: PartitionSpec) -> set[object]:
 
 def _translated(error: Exception, who: str, axes: Sequence[str]) -> Exception | None:
     text = str(error)
-    if not isinstance(error, (ValueError, NotImplementedError, TypeError)):
+    if not isinstance(
+        error, (ValueError, NotImplementedError, TypeError, RuntimeError)
+    ):
         return None
     frames = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     hidden = any(_HIDDEN in note for note in getattr(error, "__notes__", ()))
@@ -117,6 +124,13 @@ def _translated(error: Exception, who: str, axes: Sequence[str]) -> Exception | 
             f"{who}: an array that is cut over mesh axes is used or made at {place}, "
             f"{here}. Pass it as an argument of f, and leave jax.device_put and "
             "jax.sharding.reshard onto this mesh out of f."
+        )
+    if _OF_MESH.search(text) or _NO_MESH.search(text):
+        return ValueError(
+            f"{who}: a sharding on a whole mesh is asked for at {place}, {here}. An "
+            "array there is this device's rows: leave the sharding out, or give a "
+            f"PartitionSpec (no NamedSharding) without {list(axes)} to an operation of "
+            "jax.numpy (out_sharding=) or jax.lax.with_sharding_constraint."
         )
     if _SPEC.search(text):
         named = [a for a in axes if re.search(rf"\b{re.escape(a)}\b", text)]

@@ -34,6 +34,14 @@ def _of_higher(primitive: Any) -> Any:
     return getattr(primitive if traced is None else traced, "jaxpr", None)
 
 
+def closed_of(program: Any) -> ClosedJaxpr:
+    """A program with its constants, whether it was held with them or has none.
+
+    Since jax 0.12 both are one class.
+    """
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
 def callee_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that a call-like equation runs, None for any other equation."""
     key = (_PLAIN | _RULED).get(eqn.primitive.name)
@@ -43,8 +51,7 @@ def callee_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
         callee = _of_higher(eqn.params[_HIGHER])
     else:
         return None
-    if isinstance(callee, Jaxpr):
-        callee = ClosedJaxpr(callee, ())
+    callee = None if callee is None else closed_of(callee)
     known = callee is not None and len(callee.jaxpr.invars) == len(eqn.invars)
     return callee if known or key is not None else None
 

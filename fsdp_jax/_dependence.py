@@ -13,7 +13,7 @@ from typing import Any
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from fsdp_jax._callees import callee_of, is_plain
+from fsdp_jax._callees import callee_of, closed_of, is_plain
 
 Look = Callable[..., None]
 
@@ -61,8 +61,8 @@ def depends_on(
         elif into_loops and eqn.primitive.name == "optimization_barrier":
             outs = ins
         elif into_loops and eqn.primitive.name == "shard_map":
-            inner = ClosedJaxpr(eqn.params["jaxpr"], ())
             within = functools.partial(look, inside=True)
+            inner = closed_of(eqn.params["jaxpr"])
             outs = depends_on(inner, ins, decide, into_loops, within)
         else:
             hit = decide(eqn)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from fsdp_jax._callees import callee_of, equations_inside
+from fsdp_jax._callees import callee_of, closed_of, equations_inside
 from fsdp_jax._dependence import carry_of
 from fsdp_jax._unchanged import unchanged
 
@@ -139,14 +139,14 @@ class RawReads:
         if pieces or inner or name == "reduce_scatter":
             ours = ours or bool(_OURS.search(str(eqn.source_info.name_stack)))
         if callee is not None or name == "shard_map":
-            return self.run(callee or _closed(eqn.params["jaxpr"]), ins, ours)
+            return self.run(callee or closed_of(eqn.params["jaxpr"]), ins, ours)
         if name == "scan":
             return self._scan(eqn, ins, ours)
         if name == "while":
             return self._while(eqn, ins, ours)
         if name == "cond":
             branches = [
-                self.run(_closed(b), ins[1:], ours) for b in eqn.params["branches"]
+                self.run(closed_of(b), ins[1:], ours) for b in eqn.params["branches"]
             ]
             outs = [_joined(each) for each in zip(*branches, strict=True)]
             handed = zip(*[unchanged(b) for b in eqn.params["branches"]], strict=True)
@@ -217,7 +217,7 @@ class RawReads:
         return Value(_misused(value.piece, eqn))
 
     def _scan(self, eqn: JaxprEqn, ins: list[Value], ours: bool) -> list[Value]:
-        body, carry = _closed(eqn.params["jaxpr"]), carry_of(eqn)
+        body, carry = closed_of(eqn.params["jaxpr"]), carry_of(eqn)
         while True:
             outs = self.run(body, ins, ours)
             now = [_joined(pair) for pair in zip(ins[carry], outs)]
@@ -229,14 +229,14 @@ class RawReads:
         first = eqn.params["cond_nconsts"]
         last = first + eqn.params["body_nconsts"]
         own, consts, carry = ins[:first], ins[first:last], ins[last:]
-        body = _closed(eqn.params["body_jaxpr"])
+        body = closed_of(eqn.params["body_jaxpr"])
         while True:
             outs = self.run(body, [*consts, *carry], ours)
             now = [_joined(pair) for pair in zip(carry, outs, strict=True)]
             if now == carry:
                 break
             carry = now
-        (stops,) = self.run(_closed(eqn.params["cond_jaxpr"]), [*own, *carry], ours)
+        (stops,) = self.run(closed_of(eqn.params["cond_jaxpr"]), [*own, *carry], ours)
         return [self._chosen(stops, value, eqn) for value in carry]
 
 
@@ -288,10 +288,6 @@ def _joined(values: Sequence[Value]) -> Value:
 
 def _ndim(atom: Any) -> int:
     return len(getattr(atom.aval, "shape", ()))
-
-
-def _closed(program: Any) -> ClosedJaxpr:
-    return ClosedJaxpr(program, ()) if isinstance(program, Jaxpr) else program
 
 
 def axes_of_collective(eqn: JaxprEqn) -> frozenset[str]:

@@ -51,12 +51,22 @@ NAMING: dict[str, Callable[[Any, jax.Array], Any]] = {
     "reshard": lambda layer, x: jax.sharding.reshard(layer(x), P(None, "fsdp")),
     "constraint": lambda layer, x: with_sharding_constraint(layer(x), P("fsdp")),
     "named": lambda layer, x: with_sharding_constraint(layer(x), CUT),
+    "jit in": lambda layer, x: jax.jit(doubled, in_shardings=CUT)(layer(x)),
+    "nnx.jit out": lambda layer, x: nnx.jit(doubled, out_shardings=CUT)(layer(x)),
     "in a loop": lambda layer, x: jax.lax.scan(
         lambda c, _: (with_sharding_constraint(c, CUT), None), x, None, 2
     )[0],
     "logical": lambda layer, x: nn.spmd.with_logical_constraint(
         layer(x), ("batch", None), rules=(("batch", "fsdp"),), mesh=MESH
     ),
+}
+
+OF_MESH: dict[str, Callable[[Any, jax.Array], Any]] = {
+    "dot": lambda layer, x: jnp.dot(layer(x), jnp.eye(8), out_sharding=CUT),
+    "broadcast": lambda layer, x: (
+        layer(x) + jax.lax.broadcast(jnp.ones(()), (4, 8), out_sharding=CUT)
+    ),
+    "jit": lambda layer, x: jax.jit(doubled, out_shardings=P("fsdp"))(layer(x)),
 }
 
 RETYPED: dict[str, Callable[[Any, jax.Array], Any]] = {
@@ -83,6 +93,13 @@ def assert_refuses(how: Any, error: type[Exception], *texts: str) -> None:
 def test_a_sharding_that_names_a_data_axis_is_refused_with_axis_and_place(how):
     assert_refuses(
         NAMING[how], ValueError, "names the mesh axis 'fsdp'", "leave 'fsdp'"
+    )
+
+
+@pytest.mark.parametrize("how", OF_MESH)
+def test_a_sharding_of_the_whole_mesh_is_refused_with_the_place(how):
+    assert_refuses(
+        OF_MESH[how], ValueError, "a sharding on a whole mesh", "without ['fsdp']"
     )
 
 
