@@ -153,6 +153,12 @@ def _named(eqn: JaxprEqn) -> Iterator[None]:
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Apply one equation."""
     params = eqn.primitive.get_bind_params(eqn.params)
+    if eqn.primitive.name == "pvary":  # values may vary already that did not before
+        varying = jax.typeof(values[0]).mat.varying
+        axes = tuple(a for a in params["axes"] if a not in varying)
+        if not axes:
+            return list(values)
+        params = {**params, "axes": axes}
     with _named(eqn), eqn.ctx.manager:
         result = eqn.primitive.bind(*values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]

@@ -476,7 +476,7 @@ def differences(got: Any, want: Any, limit: float, what: str) -> list[str]:
         a, b = np.asarray(value, np.float64), np.asarray(right, np.float64)
         off = float(np.abs(a - b).max(initial=0))
         off = np.inf if np.isnan(off) else off
-        size = max(float(np.abs(b).max(initial=0)), 1e-3)
+        size = max(float(np.abs(b).max(initial=0)), 1e-2)
         if off > limit * size:
             found.append(
                 f"{what}{path}: {value.ravel()[:4]} for {right.ravel()[:4]}, "

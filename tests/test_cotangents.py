@@ -170,9 +170,12 @@ def test_the_second_order_where_gradients_do_not_arrive_at_shards(how: str) -> N
     )
 
 
-@pytest.mark.parametrize("shape, compiled", [((4,), False), ((2, 4), True)])
+@pytest.mark.parametrize(
+    "shape, compiled, checked",
+    [((4,), False, False), ((2, 4), True, True), ((2, 4), True, False)],
+)
 def test_a_users_own_program_from_outside(
-    shape: tuple[int, ...], compiled: bool
+    shape: tuple[int, ...], compiled: bool, checked: bool
 ) -> None:
     x, y = batch()
     graphdef, state = nnx.split(net(shape))
@@ -183,7 +186,7 @@ def test_a_users_own_program_from_outside(
         mesh=mesh,
         in_specs=(specs, axes),
         out_specs=axes,
-        check_vma=False,
+        check_vma=checked,
     )
     forward = jax.jit(forward) if compiled else forward  # traced before or after
 
