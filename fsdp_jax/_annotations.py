@@ -24,6 +24,8 @@ _LIBRARIES = tuple(str(Path(str(m.__file__)).parent) for m in (jax, flax))
 _OWN = (*_LIBRARIES, str(Path(__file__).parent), contextlib.__file__)
 _HIDDEN = "JAX has removed its internal frames"
 
+_HIJAX = "VariableEffect"  # of Flax: a value that changes in place
+
 # Where equations hold the shardings that were asked for.
 _ASKED = {"sharding_constraint": ("sharding",)}
 _ASKED |= dict.fromkeys(("jit", "pjit"), ("in_shardings", "out_shardings"))
@@ -70,7 +72,13 @@ def check(closed: ClosedJaxpr, who: str, axes: Sequence[str]) -> None:
 
     Raises:
         ValueError: one does.
+        NotImplementedError: the program makes Variables of a kind that it cannot hold.
     """
+    if any(type(effect).__name__ == _HIJAX for effect in closed.effects):
+        raise NotImplementedError(
+            f"{who}: f makes Variables with hijax=True, which the program of one "
+            "device cannot hold. Make them under nnx.var_defaults(hijax=False)."
+        )
     for eqn in equations_inside(closed):
         asked = _ASKED.get(eqn.primitive.name, ())
         for sharding in jax.tree.leaves([eqn.params[key] for key in asked]):

@@ -29,6 +29,7 @@ from fsdp_jax._spec import dotted
 from fsdp_jax._stages import Entry
 from fsdp_jax._state import (
     check_concrete,
+    check_variables,
     is_sharded,
     set_state,
     sharded_modules,
@@ -198,6 +199,8 @@ def subject_of(
     taken, found, given = _functional.take((args, kwargs))
     nodes = tuple(found)
     mesh = _batch.mesh_of(nodes, WHO)
+    for node in nodes:
+        check_variables(node, WHO)
     for module in (m for node in nodes for m in sharded_modules(node)):
         check_concrete(module, WHO)
     names = [str(a) for a in _arguments.arguments_of(request.f, args)]

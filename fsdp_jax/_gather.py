@@ -85,7 +85,7 @@ def gather_kept(
         return gather_group(after(on_devices(shards, comm), waits)[0], comm, kind)
 
     def forward(shards, sinks, full, waits):
-        needed = Static((perturbed(shards, sinks), perturbed(shards)))
+        needed = Static((perturbed(shards, sinks), own_grads(shards, sinks, comm)))
         values = jax.tree.map(lambda x: x.value, (shards, sinks, full, waits))
         return gather(*values), needed  # itself: gradients of gradients come here
 
@@ -154,10 +154,23 @@ def refuse_inner(shards: Sequence[Array], comm: GroupComm) -> list[Array]:
     return [one(s, dim is not None) for s, dim in zip(shards, comm.dims, strict=True)]
 
 
-def perturbed(shards: Sequence[Any], sinks: Sequence[Any] = ()) -> list[int]:
+def perturbed(shards: Sequence[Any], sinks: Sequence[Any]) -> list[int]:
     """Positions of the members whose shard, or sink, is differentiated."""
-    pairs = enumerate(zip(shards, sinks or [None] * len(shards), strict=True))
+    pairs = enumerate(zip(shards, sinks, strict=True))
     return [i for i, (s, k) in pairs if s.perturbed or (k is not None and k.perturbed)]
+
+
+def own_grads(
+    shards: Sequence[Any], sinks: Sequence[Any], comm: GroupComm
+) -> list[int]:
+    """Positions of the members whose shard itself gets a gradient.
+
+    One that has a sink too if somebody else than the program that made the sink
+    differentiates it: from outside, to second order. While reductions are left to a
+    later call nobody else does, see `refuse_inner`.
+    """
+    pairs = enumerate(zip(shards, sinks, strict=True))
+    return [i for i, (s, k) in pairs if s.perturbed and (k is None or not comm.defer)]
 
 
 def kinds_of(shards: Sequence[Array]) -> list[tuple[Any, bool]]:
@@ -173,15 +186,11 @@ def sort_grads(
 ) -> tuple[list[Array | None], list[Array | None]]:
     """The gradients that belong to shards, and those that belong to sinks.
 
-    One that has a sink is differentiated by its shard too if somebody else than the
-    program that made the sink does it: from outside, to second order. (Not while its
-    reduction is left to a later call, see `refuse_inner`.)
-
     Args:
         grads: one per member; None for none.
         sinks: as in `gather_kept`.
         kinds: of the shards, as `kinds_of` says; so have their gradients to be.
-        own: positions of the shards that are differentiated.
+        own: as `own_grads` says.
     """
 
     def settled(grad: Array, dtype: Any, away: bool) -> Array:

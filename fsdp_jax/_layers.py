@@ -21,6 +21,7 @@ from fsdp_jax._gather import (
     gather_kept,
     grad_dtypes,
     kinds_of,
+    own_grads,
     perturbed,
     sort_grads,
 )
@@ -98,7 +99,8 @@ def run_layers(
         return [*out, *carry]
 
     def forward(shards, sinks, stacked, carry, consts):
-        diff_members, own_members = perturbed(shards, sinks), perturbed(shards)
+        diff_members = perturbed(shards, sinks)
+        own_members = own_grads(shards, sinks, comm)
         some = bool(diff_members) or any(
             x.perturbed for x in (*stacked, *carry, *consts)
         )

@@ -303,7 +303,9 @@ def _hook_method(generated: type, name: str) -> None:
 
 
 def check_own_names(module: Any, what: str) -> None:
-    """Raise if a module has attributes that a method of `FSDPModule` would replace.
+    """Raise if a module has attributes in the place of methods of `FSDPModule`.
+
+    A method of its class is replaced by that of the same name, as in PyTorch.
 
     Raises:
         ValueError: it has.
@@ -312,11 +314,11 @@ def check_own_names(module: Any, what: str) -> None:
     for name in dir(FSDPModule):
         if name.startswith("_") or hasattr(nnx.Module, name):
             continue
-        if name in vars(module) or hasattr(cls, name):
+        if name in vars(module):
             raise ValueError(
                 f"fully_shard: {what}, a {cls.__name__}, has an attribute {name!r} of "
-                "its own, and a sharded module has a method of that name, which would "
-                f"take its place. Rename it: {name}_ or the like."
+                "its own, and a sharded module has a method of that name. Rename the "
+                f"attribute: {name}_ or the like."
             )
 
 

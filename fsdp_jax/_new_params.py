@@ -16,7 +16,13 @@ from fsdp_jax._param import manage
 from fsdp_jax._placement import PlacementFn, check_placement, rest_of
 from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._stacks import layer_dims
-from fsdp_jax._state import is_sharded, new_params, place_replicated, state_of
+from fsdp_jax._state import (
+    check_variables,
+    is_sharded,
+    new_params,
+    place_replicated,
+    state_of,
+)
 from fsdp_jax._threads import LOCK
 from fsdp_jax._unshard import reshard_now
 
@@ -55,6 +61,7 @@ def shard_new_params(
     check_placement(who, shard_placement_fn, uneven)
     if not isinstance(model, nnx.Pytree):
         raise TypeError(f"{who}: expected an nnx.Module, got {type(model).__name__}.")
+    check_variables(model, who)
     modules = [pair for pair in _functional.walk(model) if is_sharded(pair[1])]
     if not modules:
         raise ValueError(

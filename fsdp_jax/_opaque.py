@@ -106,49 +106,6 @@ def check_nodes(
             )
 
 
-def check_outside(who: str, f: Callable, rows: Collection[int]) -> None:
-    """Raise if a function reads what may be rows of the batch from outside.
-
-    It is whole on every device, and where each has one row, broadcast beside that.
-
-    Args:
-        who: name of the public function.
-        f: the user's function.
-        rows: how many rows arguments have that are cut, one for each call of `f`.
-
-    Raises:
-        ValueError: an array has as many entries on dim 0.
-    """
-
-    def wanted(shape: tuple[int, ...]) -> bool:
-        return len(shape) > 0 and shape[0] in rows
-
-    found = find_array(f, wanted, into_nodes=False)
-    for name, x in () if found else _globals_of(f):
-        if _is_array_like(x) and wanted(_shape(x)):
-            found = f" (global {name!r})", x
-            break
-    if found is not None:
-        where, shape = found[0], _shape(found[1])
-        raise ValueError(
-            f"{who}: f reads an array of shape {shape} from outside{where}, which is "
-            f"whole on every device, while each call of f sees one of the {shape[0]} "
-            "rows of the batch, beside which it would be broadcast. Pass it as an "
-            "argument of f; if its rows are not those of the batch, with "
-            "in_specs={NAME: PartitionSpec()}."
-        )
-
-
-def _globals_of(f: Any) -> Iterator[tuple[str, Any]]:
-    """The globals that a function reads by name, below partials and decorators."""
-    for _ in range(_MOST_WRAPPED):
-        for name in ("__wrapped__", "func", "__func__"):
-            f = getattr(f, name, f)
-    if isinstance(f, types.FunctionType):
-        names = f.__code__.co_names
-        yield from ((n, f.__globals__[n]) for n in names if n in f.__globals__)
-
-
 def _flatten_one(node: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(node, is_leaf=lambda x: x is not node)
 
@@ -188,11 +145,10 @@ def check_output(who: str, path: str, leaf: Any) -> None:
 
 
 _MOST = 10_000  # objects looked at in one leaf
-_MOST_WRAPPED = 20  # partials and decorators around a function
 
 
 def find_array(
-    root: Any, wanted: Callable[[tuple[int, ...]], bool] = bool, into_nodes: bool = True
+    root: Any, wanted: Callable[[tuple[int, ...]], bool] = bool
 ) -> tuple[str, Any] | None:
     """The first array in what is no pytree: where it is, and the array.
 
@@ -202,7 +158,6 @@ def find_array(
     Args:
         root: a leaf of JAX's.
         wanted: whether an array of this shape is meant; one with dims by default.
-        into_nodes: whether to look into NNX objects too.
     """
     queue: deque[tuple[str, Any]] = deque([("", root)])
     seen: dict[int, Any] = {}
@@ -213,8 +168,6 @@ def find_array(
         if isinstance(x, _PLAIN) or id(x) in seen:
             continue
         seen[id(x)] = x  # kept, so that no other object gets its id
-        if _functional.is_node(x) and not into_nodes:
-            continue
         if isinstance(x, nnx.Variable):
             queue.append((where, x.get_raw_value()))
         elif _is_array_like(x):

@@ -29,6 +29,7 @@ from fsdp_jax._gather import (
     grad_dtypes,
     hold,
     kinds_of,
+    own_grads,
     perturbed,
     run_in_turn,
     sort_grads,
@@ -209,7 +210,8 @@ def run_regathered(
         return body(full, others)
 
     def forward(shards, sinks, others, waits):
-        diff_members, own = perturbed(shards, sinks), perturbed(shards)
+        diff_members = perturbed(shards, sinks)
+        own = own_grads(shards, sinks, comm)
         diff_others = [i for i, o in enumerate(others) if o.perturbed]
         shards, sinks, values, (early, late) = jax.tree.map(
             lambda x: x.value, (shards, sinks, others, waits)

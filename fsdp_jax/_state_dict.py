@@ -18,7 +18,7 @@ from fsdp_jax._managed import install, spec_of
 from fsdp_jax._move import move
 from fsdp_jax._param import check_own_trace
 from fsdp_jax._spec import by_name
-from fsdp_jax._state import state_of
+from fsdp_jax._state import check_variables, state_of
 from fsdp_jax._threads import locked
 
 
@@ -50,6 +50,7 @@ def load_state_dict(module: Any, state_dict: Any, strict: bool) -> IncompatibleK
             "load_state_dict: expected a mapping of names to arrays, got "
             f"{type(state_dict).__name__}."
         )
+    check_variables(module, "load_state_dict")
     walked = _functional.walk(module)
     found = by_name(
         ((p, v) for p, v in walked if isinstance(v, nnx.Variable)), "load_state_dict"

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from fsdp_jax import _arguments, _batch, _functional, _opaque
+from fsdp_jax import _arguments, _batch, _functional
 from fsdp_jax._beside_caches import check_beside_caches
 from fsdp_jax._execute import Note, execute
 from fsdp_jax._join import REDUCTIONS, Request, check_no_rows, slots_of
@@ -285,8 +285,6 @@ def _run(request: Request, args: tuple, kwargs: dict, pending: Any = None) -> An
         rows = batch_rows([x.shape for x in arrays], arg_specs, mesh)
         slots = slots_of(state, mesh, rows)
         if mesh.num_devices > 1:
-            count = mesh.num_devices * request.num_microbatches
-            _opaque.check_outside(who, request.f, {r for r in rows if r == count})
             cut = kwargs.get(_arguments.CACHES, {})
             check_beside_caches(who, slots, state_arrays, cut, placement.whole)
         call = Call(

@@ -35,6 +35,7 @@ from fsdp_jax._mesh import MeshInfo
 from fsdp_jax._raw_reads import Piece, RawReads, Value
 from fsdp_jax._spec import ParamSpec, dotted
 from fsdp_jax._state import (
+    check_variables,
     deferred,
     group_of,
     named_sharded_modules,
@@ -158,6 +159,8 @@ def call_user(
     if request.argnums is not None:
         loss, output = split_loss(request, output)
     taken, out_nodes, out_arrays = _functional.take(output)
+    for node in (*nodes, *out_nodes):
+        check_variables(node, f"{request.who}: f")
     out_arrays = [jnp.asarray(x) for x in out_arrays]
     graphdef, state = _functional.split_inner((nodes, out_nodes), tracked=True)
     taken_state, state_arrays = _functional.take_arrays(state)
