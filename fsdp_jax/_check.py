@@ -11,13 +11,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from fsdp_jax import _check_listing, _transforms
 from fsdp_jax._check_host import Tolerance
 from fsdp_jax._check_report import CheckReport
 from fsdp_jax._check_rules import Judge, told_of_knobs
-from fsdp_jax._check_run import Lab, run_sharded
+from fsdp_jax._check_run import Lab, Run, run_sharded
 from fsdp_jax._check_subject import WHO, subject_of
 from fsdp_jax._join import Request
 from fsdp_jax._linen_model import ShardedModule
@@ -79,7 +80,8 @@ def check(
 
     Raises:
         TypeError: an argument of the wrong type, or called while tracing.
-        ValueError: no sharded model, or an unknown reduction.
+        ValueError: no sharded model, an unknown reduction, or an unsharded loss that is
+            not finite.
         And what `f` itself raises on the unsharded model.
 
     Source: README, "Before a long job".
@@ -149,6 +151,21 @@ def _without_loss(request: Request) -> Request:
     return dataclasses.replace(request, argnums=None, wrt=())
 
 
+def _is_finite(x: np.ndarray) -> bool:
+    return not np.issubdtype(x.dtype, np.inexact) or bool(np.isfinite(x).all())
+
+
+def _check_finite(whole: Run) -> None:
+    """Raise if the unsharded loss is no number: all others are as wrong."""
+    loss = whole.get(("loss", ""))
+    if loss is not None and not _is_finite(loss):
+        raise ValueError(
+            f"{WHO}: the loss of the unsharded model on the whole batch is {loss}, so "
+            "there is nothing to compare with. Give a batch with rows, and numbers for "
+            "which it is finite (jax.debug_nans(True) finds the first that is not)."
+        )
+
+
 def _report(lab: Lab, tolerance: Tolerance) -> CheckReport:
     """Run, compare, explain."""
     subject, judge = lab.subject, Judge(lab, tolerance)
@@ -157,6 +174,7 @@ def _report(lab: Lab, tolerance: Tolerance) -> CheckReport:
     except Exception as error:
         error.add_note(f"{WHO}: f failed on the unsharded model, on the whole batch.")
         raise
+    _check_finite(whole)
     treated = [*_check_listing.arguments(subject), *_check_listing.outside(subject)]
     count = subject.mesh.num_devices
     try:
@@ -171,6 +189,14 @@ def _report(lab: Lab, tolerance: Tolerance) -> CheckReport:
         if not any(row.what in ("loss", "gradient") for row in rows):
             notes += judge.probe(whole)
     different = {(row.what, row.path) for row in rows}
+    unknown = {k for k, x in whole.items() if not _is_finite(x)} - different
+    if unknown:
+        names = sorted(f"{what} {path}".strip() for what, path in unknown)
+        notes.append(
+            f"not finite, sharded and unsharded, so that nothing is told by it: "
+            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+        )
+    different |= unknown
     equal: dict[str, int] = {}
     for key in whole:
         equal[key[0]] = equal.get(key[0], 0) + (key not in different)

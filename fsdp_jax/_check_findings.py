@@ -110,8 +110,11 @@ def _in_specs(subject: Subject, placing: Placing) -> str:
     asked = subject.specs or []
     flat = len(asked) == subject.num_args - 1 and subject.plain_arguments
     if not flat:
-        spec = _repr(placing.final[placing.at])
-        return f"Let in_specs give {subject.labels[placing.at]} the spec {spec}"
+        spec, label = _repr(placing.final[placing.at]), subject.labels[placing.at]
+        name = label.removeprefix("argument ")
+        if name == repr(name[1:-1]):  # all of an argument
+            return f"Pass in_specs={{{name}: {spec}}}"
+        return f"Let in_specs give {label} the spec {spec}"
     entries = [
         _repr(new) if new != default_of(x.shape, subject.mesh) else "None"
         for new, x in zip(placing.final, subject.arrays)

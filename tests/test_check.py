@@ -374,6 +374,21 @@ def linen_model(**kwargs):
     return fsdp_jax.linen.fully_shard(module, variables, modules="Dense_0", mesh=mesh)
 
 
+def test_numbers_that_are_not_finite_tell_nothing():
+    def log_loss(model, x, y):
+        return jnp.mean(jnp.log(model(x)))
+
+    with pytest.raises(ValueError, match="loss of the unsharded model .* is nan"):
+        check(plain(), log_loss, X, Y)
+
+    def empty_mean(model, x, y):
+        return loss(model, x, y), {"none": jnp.mean(x[:0]), "all": jnp.mean(x)}
+
+    report = check(plain(), empty_mean, X, Y, has_aux=True)
+    assert report.equal["output"] == 1
+    assert any("not finite" in n and "none" in n for n in report.notes)
+
+
 def test_linen_parameters_and_a_trap():
     model, variables = linen_model()
 
