@@ -62,6 +62,7 @@ def fit(
     if not _fits(replay, whole, keys, weights, tolerance):
         return None
     of_rows = abs(weights.sum() - 1) < 1e-3 and (weights > -1e-3).all()
+    of_rows = of_rows and weights.max() < 1 - 1e-3  # else a maximum, say, picks one
     return Fit(weights, "weighted" if of_rows else "other")
 
 

@@ -374,6 +374,14 @@ def linen_model(**kwargs):
     return fsdp_jax.linen.fully_shard(module, variables, modules="Dense_0", mesh=mesh)
 
 
+def test_a_loss_that_is_one_device_s_mixes_rows():
+    def worst(model, x, y):
+        return jnp.max(jnp.mean((model(x) - y) ** 2, axis=1))
+
+    report = check(plain(), worst, X, Y)
+    assert {row.rule for row in report.rows} == {"mixed rows"}
+
+
 def test_numbers_that_are_not_finite_tell_nothing():
     def log_loss(model, x, y):
         return jnp.mean(jnp.log(model(x)))
