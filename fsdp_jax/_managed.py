@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from fsdp_jax._cotangents import guarded, in_f, is_gathered
 from fsdp_jax._local import Local
-from fsdp_jax._move import for_pickle
+from fsdp_jax._move import for_pickle, move
 from fsdp_jax._spec import ParamSpec
 from fsdp_jax._threads import LOCK, current, locked
 
@@ -218,6 +218,9 @@ class ManagedVariable(nnx.Variable):
                 "to it outside of value_and_grad and shard_map."
             )
         before = self.get_raw_value()
+        concrete = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+        if spec is not None and "index" in kwargs and concrete:
+            value = move(value, spec.mesh.whole_like(value))  # from another mesh
         if self._padded() and "index" in kwargs:
             install(self, self._unpadded())
         try:

@@ -106,12 +106,24 @@ def set_state(module: Any, **changes: Any) -> None:
 
 
 def group_of(module: Any) -> ParamGroup:
-    """A module's group: managed parameters below it, less those of inner groups."""
-    found = _functional.walk(module, stop=is_sharded)
-    variables: list[nnx.Variable] = [
-        v for _, v in found if isinstance(v, ManagedVariable)
-    ]
-    return ParamGroup(variables, state_of(module).mesh)
+    """A module's group: managed parameters below it, less those of inner groups.
+
+    Raises:
+        ValueError: one was put there that another model has on another mesh.
+    """
+    mesh, variables = state_of(module).mesh, list[nnx.Variable]()
+    for path, found in _functional.walk(module, stop=is_sharded):
+        spec = spec_of(found)
+        if spec is not None and spec.mesh.mesh != mesh.mesh:
+            raise ValueError(
+                f"parameter {dotted(path)!r} of a {class_name(module)} is that of a "
+                f"model on another mesh ({spec.mesh.mesh}, the module is on "
+                f"{mesh.mesh}). Put its value into the module's own: "
+                "own.set_value(other.get_value()), or nnx.update."
+            )
+        if isinstance(found, ManagedVariable):
+            variables.append(found)
+    return ParamGroup(variables, mesh)
 
 
 def class_name(module: Any) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fsdp_jax
 from fsdp_jax import fully_shard
+from tests import helpers
 
 WIDTH = 8
 
@@ -193,3 +194,24 @@ def test_a_plain_parent_keeps_what_was_never_on_the_mesh(mesh8):
     nnx.update(model, single_device(model))
     assert model.bn.mean.get_raw_value().sharding.device_set == {jax.devices()[3]}
     assert model.layers[1].kernel.get_raw_value().sharding.mesh == mesh8
+
+
+def test_parameters_of_a_model_on_another_mesh_give_their_value_only():
+    x, y = helpers.regression_batch(8)
+    others = Mesh(np.array(jax.devices()[4:8]), ("fsdp",))
+    step = fsdp_jax.value_and_grad(helpers.mean_square)
+    for mesh in (others, helpers.mesh_of(2)):
+        model = helpers.shard_blocks(helpers.MLP(nnx.Rngs(0)), mesh=helpers.mesh_of(4))
+        other = helpers.shard_blocks(helpers.MLP(nnx.Rngs(1)), mesh=mesh)
+        own = model.layers[0].kernel
+        model.layers[0].kernel = other.layers[0].kernel
+        for call in (lambda: step(model, x, y), lambda: model(x)):  # noqa: B023
+            with pytest.raises(ValueError, match="parameter 'kernel' of a Linear is"):
+                call()
+        model.layers[0].kernel = own
+        own[...] = other.layers[0].kernel[...]
+        own[2:4] = other.layers[0].kernel[2:4]
+        plain = helpers.MLP(nnx.Rngs(0))
+        plain.layers[0].kernel[...] = helpers.MLP(nnx.Rngs(1)).layers[0].kernel[...]
+        want = helpers.mean_square(plain, x, y)
+        np.testing.assert_allclose(step(model, x, y)[0], want, rtol=1e-5)
