@@ -192,9 +192,13 @@ class Box(struct.PyTreeNode, meta.AxisMetadata):
         spec, value = self.info.spec, self.value
         if spec.mesh.per_device():
             return read([(value, self.info)])[0]
+        value = spec.unpadded(value)
         if spec.memory_kind is None:
             return value
         return move(value, spec.whole(value.ndim))
+
+    def __jax_array__(self) -> Any:
+        return self.unbox()  # module.variables["params"]["kernel"]
 
     def replace_boxed(self, val: Any) -> Any:
         return val

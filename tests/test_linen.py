@@ -878,6 +878,36 @@ def test_sizes_that_do_not_divide_are_padded():
     np.testing.assert_allclose(model.apply({"params": state.params}, x), want, 1e-4)
 
 
+@pytest.mark.parametrize("uneven", ["pad", "auto"])
+def test_other_groups_parameters_are_read_by_methods_and_as_arrays(uneven):
+    class Tied(nn.Module):
+        def setup(self):
+            self.embed, self.out = nn.Embed(7, 6), nn.Dense(6)
+
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            x = self.out(self.embed(ids)) @ self.out.variables["params"]["kernel"]
+            return self.embed.attend(x)
+
+    def loss(apply: Any) -> Any:
+        return lambda params, ids: jnp.mean(apply({"params": params}, ids) ** 2)
+
+    ids = jnp.arange(12) % 7
+    params = Tied().init(jax.random.key(0), ids)["params"]
+    model, placed = linen.fully_shard(
+        Tied(),
+        {"params": params},
+        modules=("embed", "out"),
+        mesh=helpers.mesh_of(4),
+        uneven=uneven,
+    )
+    want = jax.jit(jax.value_and_grad(loss(Tied().apply)))(params, ids)
+    value, grads = linen.value_and_grad(loss(model.apply), model)(placed["params"], ids)
+    np.testing.assert_allclose(value, want[0], 1e-5)
+    np.testing.assert_allclose(loss(model.apply)(placed["params"], ids), want[0], 1e-5)
+    rows = lambda g, w: g[: w.shape[0]]  # noqa: E731  (padding has no gradient)
+    helpers.assert_trees_close(jax.tree.map(rows, grads, want[1]), want[1])
+
+
 def test_another_configuration_of_a_module_runs_on_padded_parameters():
     class Net(nn.Module):
         decode: bool = False
