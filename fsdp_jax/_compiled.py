@@ -50,13 +50,19 @@ def traces() -> Iterator[Any]:
 
 
 def in_one(f: Callable) -> Callable:
-    """A function as part of the program being traced; if there is none, as its own.
+    """A function as part of the program that will be compiled; else as its own.
 
     Eagerly JAX differentiates no shard_map, and in one no `custom_vjp` that is told
-    what is not differentiated.
+    what is not differentiated. What is traced for something else than compilation
+    (`jax.make_jaxpr`, `checkify`) may be evaluated so.
     """
-    traced = any(getattr(t, "frame", None) is not None for t in traces())
-    return f if traced else compiled(f)
+    return f if any(traced_for(t) == "jit" for t in traces()) else compiled(f)
+
+
+def traced_for(trace: Any) -> str | None:
+    """What a trace was made for, as JAX calls it under private names; None if eager."""
+    info = getattr(getattr(trace, "frame", None), "debug_info", None)
+    return getattr(info, "traced_for", None)
 
 
 _KEPT: OrderedDict[Hashable, Any] = OrderedDict()

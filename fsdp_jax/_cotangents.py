@@ -41,7 +41,7 @@ import jax
 
 from fsdp_jax._collectives import scatter_group
 from fsdp_jax._comm import GroupComm
-from fsdp_jax._compiled import traces
+from fsdp_jax._compiled import traced_for, traces
 
 Array = jax.Array
 
@@ -186,9 +186,7 @@ def _body() -> Any:
     trace to itself. tests/test_cotangents.py pins both.
     """
     for trace in traces():
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        eager = type(trace).__name__ == _EAGER
-        if eager or getattr(info, "traced_for", None) == _PROGRAM:
+        if type(trace).__name__ == _EAGER or traced_for(trace) == _PROGRAM:
             return trace
     return None
 

@@ -113,7 +113,8 @@ def execute(program: Program, inputs: list[Any]) -> Any:
         values = [jax.lax.stop_gradient(x) for x in inputs]
         if not any(isinstance(x, Tracer) for x in values):
             execute(program, values)
-    return in_one(run)(inputs)
+    with _forward_mode.refused():
+        return in_one(run)(inputs)
 
 
 def _refuse(program: Program, inputs: list[Array], kind: str) -> None:

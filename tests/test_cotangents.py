@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 import fsdp_jax
 import fsdp_jax.linen
 from fsdp_jax import CPUOffloadPolicy, _cotangents, fully_shard
+from fsdp_jax._compiled import traced_for, traces
 from tests import helpers
 
 ROWS = 16
@@ -607,3 +608,6 @@ def test_jax_still_says_what_its_traces_are_made_for() -> None:
     jax.jit(mapped)(jnp.ones(4))
     assert found[0] is not None and found[1] is found[0] and found[2] is found[0]
     assert _cotangents._body() is None
+    kinds = []
+    jax.jit(lambda x: kinds.extend(map(traced_for, traces())) or x)(jnp.ones(4))
+    assert kinds[0] == "jit" and kinds[-1] is None

@@ -1,5 +1,6 @@
 """Gradients of gradients, and forward mode: right, or refused with advice."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_forward_mode_through_a_freed_module_is_refused_with_advice() -> None:
 
     with pytest.raises(NotImplementedError, match=ADVICE):
         fsdp_jax.grad(penalty)(model(True), x)
+
+
+def test_forward_mode_through_a_program_from_outside_is_right_or_refused() -> None:
+    x, y = helpers.regression_batch(8)
+    step = fsdp_jax.value_and_grad(helpers.mean_square)
+    want = jax.jacfwd(lambda x: helpers.mean_square(model(True, False), x, y))(x)
+    for jit in (lambda f: f, jax.jit):
+        try:
+            got = jit(jax.jacfwd(lambda x: step(model(True), x, y)[0]))(x)
+        except NotImplementedError as error:  # eagerly with jax 0.10
+            assert jit is not jax.jit and re.search(ADVICE, str(error))
+        else:
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_forward_mode_in_parameters_is_refused_with_advice() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 from jax.sharding import Mesh, PartitionSpec
 
 import fsdp_jax
@@ -277,6 +278,19 @@ def test_the_users_own_shard_map_runs_eagerly(mesh, free):
     want = jax.tree.leaves(jax.jit(step)(state, rows()))
     for got, expected in zip(jax.tree.leaves(step(state, rows())), want, strict=True):
         np.testing.assert_allclose(got, expected, 1e-5, 1e-6)
+
+
+def test_checkify_runs_around_an_eager_call(mesh):
+    def checked(m: Any, x: jax.Array) -> jax.Array:
+        checkify.check(jnp.all(x < 1), "{} is no less than one", x.max())
+        return square(m, x)
+
+    x, step = rows() / 100, fsdp_jax.value_and_grad(checked)
+    run = checkify.checkify(lambda x: step(sharded(mesh), x)[0])
+    error, value = run(x)
+    assert error.get() is None
+    np.testing.assert_allclose(value, square(sharded(mesh), x), 1e-5)
+    assert "is no less than one" in run(x + 1)[0].get()
 
 
 @pytest.mark.parametrize("offload", [False, True])
