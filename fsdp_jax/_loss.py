@@ -119,7 +119,8 @@ def value_of(request: Request, mesh: MeshInfo, loss: Any) -> Array:
 
 def is_sum_of_losses(eqn: JaxprEqn) -> bool:
     """Whether an equation of a traced program adds up the devices' losses."""
-    summed = eqn.primitive.name.startswith("psum") and not eqn.outvars[0].aval.shape
+    total: Any = eqn.outvars[0].aval
+    summed = eqn.primitive.name.startswith("psum") and not total.shape
     return summed and f"fsdp:all_reduce:{_NAME}" in str(eqn.source_info.name_stack)
 
 

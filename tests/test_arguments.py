@@ -212,13 +212,13 @@ OBJECTS = {
     ),
     "converted": (Converted, r"'batch' has type Converted and shape \(8, 4\)"),
     "buffer": (lambda x: array.array("f", [1.0] * 8), r"type array and shape \(8,\)"),
-    "memory": (lambda x: memoryview(np.ones((8, 4))), r"memoryview and shape \(8, 4\)"),
+    "memory": (lambda x: memoryview(np.ones((8, 4)).data), r"memoryview and shape \(8, 4\)"),
     "of its class": (lambda x: WithTable(), "'batch'.table is an array .* WithTable"),
     "class": (lambda x: WithTable, "'batch'.table is an array .* in a WithTable"),
     "static": (Static, r"'batch' is a Static that is registered .*\(8, 4\) in what is"),
     "static field": (lambda x: {"a": Half(x, Batch(x))}, r"'batch'\['a'\] is a Half"),
     "sparse": (
-        lambda x: [sparse.BCOO.fromdense(np.eye(8), nse=8)],
+        lambda x: [sparse.BCOO.fromdense(jnp.eye(8), nse=8)],
         r"'batch'\[0\] is a BCOO, whose arrays hold entries, not rows",
     ),
 }

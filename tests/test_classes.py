@@ -288,7 +288,7 @@ def test_a_failed_call_gives_a_class_back(monkeypatch):
 def test_an_attribute_in_the_place_of_an_added_method_is_refused():
     layer: Any = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     layer.state_dict = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    net = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), layer)
+    net: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), layer)
     with pytest.raises(ValueError, match="module 1 of the list, .* 'state_dict' of"):
         fully_shard(list(net.layers), mesh=helpers.mesh_of(4))
     assert not any(isinstance(m, FSDPModule) for m in net.layers)
