@@ -5,12 +5,11 @@ What must not live here: what becomes of results that differ (`_join`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.core import Tracer
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from fsdp_jax import _arguments
@@ -19,9 +18,9 @@ from fsdp_jax._divergence import find_divergence
 from fsdp_jax._join import Request
 from fsdp_jax._loss import is_sum_of_losses
 from fsdp_jax._mesh import MeshInfo
-from fsdp_jax._raw_reads import ELEMENTWISE, axes_of_collective
-
-Shape = tuple[int, ...]
+from fsdp_jax._one_row import Meeting, OneRow, Row
+from fsdp_jax._raw_reads import axes_of_collective
+from fsdp_jax._spec import ParamSpec
 
 _ALIKE = (
     "psum",
@@ -38,7 +37,7 @@ def differ_between_devices(
     mesh: MeshInfo,
     closed: ClosedJaxpr,
     specs: Sequence[PartitionSpec],
-    rows: Collection[int],
+    params: Sequence[ParamSpec | None],
 ) -> tuple[list[bool], dict[int, str]]:
     """Whether each output of the program of one device differs between devices.
 
@@ -50,7 +49,7 @@ def differ_between_devices(
         mesh: mesh and the roles of its axes.
         closed: the program.
         specs: how its inputs are cut.
-        rows: how many rows the arguments have that are cut over all devices.
+        params: how each of them rests, if it is a managed parameter.
 
     Returns:
         One mark per output, and what `find_divergence` found.
@@ -60,11 +59,19 @@ def differ_between_devices(
             devices' losses are added up along an axis along which they are the same;
             or the one row of a device meets as many as the whole batch has.
     """
+    per_device = request.num_microbatches  # if f sees one row in each call
+    rows = [per_device * mesh.num_devices]
+    dims = [
+        _arguments.cut_dim(spec) if param is None and len(spec) else None
+        for spec, param in zip(specs, params, strict=True)
+    ]
     consts = [None if _of_the_caller(x) else x for x in closed.consts]
     closed = ClosedJaxpr(closed.jaxpr, consts)
     divergent: dict[int, str] = {}
-    count = mesh.num_devices * request.num_microbatches
-    alone = {n for n in rows if n == count > 1}  # one row in each call of f
+    alone = [
+        Row(dim) if dim is not None and aval.shape[dim] == per_device else None
+        for dim, aval in zip(dims, closed.in_avals, strict=True)
+    ]
     found = [False] * len(closed.jaxpr.outvars)
     for axis in (a for a in mesh.data_axes if mesh.size((a,)) > 1):
 
@@ -84,12 +91,16 @@ def differ_between_devices(
         noting = _noting(met, look)
         along = depends_on(closed, marks, decide, into_loops=True, look=noting)
         found = [a or b for a, b in zip(found, along)]
-        for eqn, differ in met.values():
-            if request.reduction == "sum" and is_sum_of_losses(eqn):
-                if axis in axes_of_collective(eqn) and not any(differ):
-                    raise ValueError(_of_equal_losses(request, axis, mesh))
-            if alone and (shapes := _broadcast(eqn, differ, alone)):
-                raise ValueError(_of_one_row(request, eqn, *shapes))
+        for eqn, differ in met.values() if request.reduction == "sum" else ():
+            summed = is_sum_of_losses(eqn) and axis in axes_of_collective(eqn)
+            zero = isinstance(eqn.invars[0], Literal) and not eqn.invars[0].val
+            if summed and not any(differ) and not zero:
+                raise ValueError(_of_equal_losses(request, axis, mesh))
+        if any(row is not None for row in alone):
+            followed = OneRow(rows, {k: differ for k, (_, differ) in met.items()})
+            followed.run(closed, alone)
+            if followed.met:
+                raise ValueError(_of_one_row(request, followed.met[0]))
     return found, divergent
 
 
@@ -107,9 +118,8 @@ def _noting(met: dict[int, tuple[JaxprEqn, list[bool]]], look: Look) -> Look:
 
     def both(eqn: JaxprEqn, ins: Sequence[bool], inside: bool = False) -> None:
         look(eqn, ins, inside)
-        if eqn.primitive.name in ELEMENTWISE or is_sum_of_losses(eqn):
-            _, before = met.get(id(eqn), (eqn, ins))
-            met[id(eqn)] = eqn, [a or b for a, b in zip(before, ins, strict=True)]
+        _, before = met.get(id(eqn), (eqn, ins))
+        met[id(eqn)] = eqn, [a or b for a, b in zip(before, ins, strict=True)]
 
     return both
 
@@ -120,30 +130,19 @@ def _of_equal_losses(request: Request, axis: str, mesh: MeshInfo) -> str:
         f"{request.who}: the loss is the same on every device along mesh axis "
         f"{axis!r}, and reduction='sum' would add it up {times} times: nothing that it "
         "depends on is cut over the devices. An array that f reads from outside (a "
-        "closure, a global) is whole on every device, as is a list of numbers: pass "
-        "the batch as arguments of f. A loss that is the same everywhere is that of "
-        "reduction='mean'."
+        "closure, a global) is whole on every device, as are Variables, NNX objects "
+        "and lists of numbers: pass the batch as arrays, arguments of f. A loss that "
+        "is the same everywhere is that of reduction='mean'."
     )
 
 
-def _broadcast(
-    eqn: JaxprEqn, differ: Sequence[bool], rows: Collection[int]
-) -> tuple[Shape, Shape] | None:
-    """The shapes of a device's one row, and of what may be all rows, if they meet."""
-    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
-    own = [s for s, d in zip(shapes, differ) if d and s[:1] == (1,)]
-    whole = [s for s, d in zip(shapes, differ) if not d and s and s[0] in rows]
-    pairs = ((a, b) for a in own for b in whole if len(a) == len(b))
-    return next(pairs, None)
-
-
-def _of_one_row(request: Request, eqn: JaxprEqn, own: Shape, whole: Shape) -> str:
-    where = source_info_util.summarize(eqn.source_info)
+def _of_one_row(request: Request, met: Meeting) -> str:
     return (
-        f"{request.who}: an array of shape {whole}, whole on every device, meets this "
-        f"device's one row {own} of the {whole[0]} rows of the batch, and would be "
-        f"broadcast: {eqn.primitive.name} at {where}. What f reads from outside (a "
-        "closure, a global), and what in_specs says is whole, is not cut with the "
-        "batch: pass it as an argument, without a spec. Where broadcasting is meant, "
-        "say so: jnp.broadcast_to."
+        f"{request.who}: an array of shape {met.whole}, whole on every device, with an "
+        f"entry for each row of the batch, meets this device's only row {met.own} in "
+        f"{met.where}. For the whole batch row would meet row; here the one row would "
+        "be broadcast. What f reads from outside (a closure, a global), Variables, and "
+        "what in_specs says is whole are not cut with the batch: pass it as an array, "
+        "an argument of f without a spec (state with rows: an nnx.Cache). Where one "
+        "row is meant to meet them all, take it by itself: x[0]."
     )

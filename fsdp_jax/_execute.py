@@ -170,7 +170,7 @@ def _traced(program: Program, inputs: list[Array]) -> Any:
     check_raw_reads(program.call, outcome, closed, program.params, own)
     kept = kept_keys(program.call, outcome, closed)
     differs, divergent = differ_between_devices(
-        program.call.request, program.mesh, closed, own, program.call.rows
+        program.call.request, program.mesh, closed, own, program.params
     )
     return closed, held, divergent, differs, kept, outcome, stages
 

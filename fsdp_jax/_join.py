@@ -136,13 +136,19 @@ def stacks_of(slots: Sequence[Slot]) -> dict[Path, int]:
 def check_no_rows(
     request: Request, slots: Sequence[Slot], positions: Sequence[int]
 ) -> None:
-    """Raise if a cache that is cut with the batch is to be differentiated."""
-    for at in positions:
-        if at < len(slots) and slots[at].rows is not None:
+    """Raise if state with the rows of the batch is to be differentiated."""
+    for slot in (slots[at] for at in positions if at < len(slots)):
+        name = f"{slot.kind.__name__} {dotted(slot.path[1:])!r}"
+        if slot.rows is not None:
             raise TypeError(
-                f"{request.who}: wrt selects the {slots[at].kind.__name__} "
-                f"{dotted(slots[at].path[1:])!r}, which is cut with the rows of the "
-                "batch. Pass its array as an argument, and name that in argnums."
+                f"{request.who}: wrt selects the {name}, which is cut with the rows of "
+                "the batch. Pass its array as an argument, and name that in argnums."
+            )
+        if issubclass(slot.kind, nnx.Perturbation):
+            raise TypeError(
+                f"{request.who}: wrt selects the {name}, which is whole on every "
+                "device, and intermediates have rows. Take nnx.grad of a loss of "
+                "model(x) on global arrays, or name an argument in argnums."
             )
 
 

@@ -200,6 +200,11 @@ class Box(struct.PyTreeNode, meta.AxisMetadata):
     def __jax_array__(self) -> Any:
         return self.unbox()  # module.variables["params"]["kernel"]
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.unbox(), name)
+
     def replace_boxed(self, val: Any) -> Any:
         return val
 
@@ -228,6 +233,20 @@ class Box(struct.PyTreeNode, meta.AxisMetadata):
             others=tuple((d + 1 if d < taken else d, axes) for d, axes in spec.others),
         )
         return self.replace(info=dataclasses.replace(self.info, spec=spec))
+
+
+def _operator(name: str) -> Callable:
+    def apply(self: Box, *args: Any) -> Any:
+        return getattr(self.unbox(), name)(*args)
+
+    return apply
+
+
+for _name in "add sub mul truediv matmul pow".split():
+    for _side in ("", "r"):
+        setattr(Box, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+for _name in ("__neg__", "__getitem__", "__len__"):
+    setattr(Box, _name, _operator(_name))
 
 
 def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:

@@ -109,6 +109,10 @@ def _checked(name: str, variable: nnx.Variable, value: Any) -> Any:
         raise TypeError(
             f"load_state_dict: {name!r} is a {type(value).__name__}, not an array."
         )
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"load_state_dict: {name!r} is a ShapeDtypeStruct, a shape without values."
+        )
     is_key, given_key = _is_key(old), _is_key(value)
     if is_key and value.dtype == jnp.uint32:
         value = _as_keys(name, value, old)

@@ -7,6 +7,7 @@ must not: differentiating the call (`_program`).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ from fsdp_jax._state import (
     set_state,
     state_of,
 )
+
+_DO_NOT_FIT = re.compile("incompatible shapes|inconsistent sizes|Incompatible shapes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +153,9 @@ def call_user(
             if (path := _functional.find(node, error.variable)) is not None:
                 error.path = dotted(path)
         raise
+    except (TypeError, ValueError) as error:
+        _name_rows(call, error)
+        raise
     for module, state, group, was_full in zip(modules, states, groups, full):
         module.reshard()
         group.set_values(group.values(), full=was_full)
@@ -210,6 +216,25 @@ def call_user(
             specified,
         ),
     )
+
+
+def _name_rows(call: Call, error: Exception) -> None:
+    """Raise for shapes that do not fit if there is state that has rows of the batch."""
+    if not _DO_NOT_FIT.search(str(error)):
+        return
+    own = {n for n in call.rows if n not in call.rows_here}
+    found = [
+        f"{slot.kind.__name__} {dotted(slot.path[1:])!r} {slot.shape}"
+        for slot in call.variables
+        if not slot.managed and slot.rows is None and own & {*slot.shape[:1]}
+    ]
+    if found:
+        raise ValueError(
+            f"{call.request.who}: shapes do not fit in f: {str(error).splitlines()[0]} "
+            f"{', '.join(found)}: whole on every device, with as many entries as the "
+            "batch has rows, of which each call of f sees a part. State with rows is "
+            "an nnx.Cache, or an array that is passed as an argument and returned."
+        ) from error
 
 
 def _in_variables(state: Any) -> bool:

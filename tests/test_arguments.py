@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -212,7 +213,10 @@ OBJECTS = {
     ),
     "converted": (Converted, r"'batch' has type Converted and shape \(8, 4\)"),
     "buffer": (lambda x: array.array("f", [1.0] * 8), r"type array and shape \(8,\)"),
-    "memory": (lambda x: memoryview(np.ones((8, 4)).data), r"memoryview and shape \(8, 4\)"),
+    "memory": (
+        lambda x: memoryview(np.ones((8, 4)).data),
+        r"memoryview and shape \(8, 4\)",
+    ),
     "of its class": (lambda x: WithTable(), "'batch'.table is an array .* WithTable"),
     "class": (lambda x: WithTable, "'batch'.table is an array .* in a WithTable"),
     "static": (Static, r"'batch' is a Static that is registered .*\(8, 4\) in what is"),
@@ -319,7 +323,7 @@ def test_rows_from_outside_are_not_broadcast_beside_one_row(model, kind):
         "global": loss_of_targets,
         "jitted": nnx.jit(lambda model, x: square(model, x, y)),
     }[kind]
-    text = r"of shape \(4, 4\), whole on .* one row \(1, 4\) .*: sub at .*arguments.py"
+    text = r"of shape \(4, 4\), whole on .* only row \(1, 4\) in sub at .*arguments.py"
     for compiled in (lambda f: f, nnx.jit):
         with pytest.raises(ValueError, match=text):
             compiled(fsdp_jax.grad(f))(model, jnp.ones((4, 4)))
@@ -331,17 +335,50 @@ def test_rows_from_outside_are_not_broadcast_beside_one_row(model, kind):
         fsdp_jax.grad(square, in_specs={"y": P()})(model, jnp.ones((4, 4)), y)
 
 
-def test_tables_with_as_many_entries_as_the_batch_has_rows_may_be_read(model):
-    table, ids = jnp.arange(16.0).reshape(4, 4), jnp.array([2, 0, 1, 3])
+LABELS, MASK = np.array([2, 0, 1, 2]), np.array([[True], [False], [True], [True]])
+BESIDE: dict[str, Any] = {
+    "labels": lambda h: optax.softmax_cross_entropy_with_integer_labels(h, LABELS),
+    "taken": lambda h: jnp.take_along_axis(h, LABELS[:, None], 1),
+    "indexed": lambda h: h[jnp.arange(4), LABELS],
+    "masked": lambda h: jnp.where(MASK, h, 0.0),
+    "transposed": lambda h: h.T * TARGETS.T,
+    "reshaped": lambda h: h[:, None, :] + jnp.asarray(TARGETS)[:, None],
+    "per row": lambda h: h.sum(-1) * LABELS,
+}
 
-    def loss(model, x, ids):
-        heads = x[:, None, :] * table  # for each row
-        return jnp.mean(model(x) * table[ids]) + jnp.mean(heads @ table)
+
+@pytest.mark.parametrize("how", BESIDE)
+@pytest.mark.parametrize("slices", [1, 2])
+def test_one_row_does_not_meet_all_of_them(model, how, slices):
+    def loss(model, x):
+        return jnp.mean(jax.tree.leaves(BESIDE[how](model(x)))[0])
+
+    if slices == 2:
+        model = fully_shard(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
+    with pytest.raises(ValueError, match="meets this device's only row"):
+        fsdp_jax.grad(loss, num_microbatches=slices)(model, jnp.ones((4, 4)))
+
+
+ROWWISE: dict[str, Any] = {
+    "mapped": lambda h: jax.lax.map(lambda r: ((r[None] - TARGETS) ** 2).min(), h),
+    "looped": lambda h: jnp.stack([((r - TARGETS) ** 2).min() for r in h]),
+    "vmapped": lambda h: jax.vmap(lambda r: ((r - TARGETS) ** 2).min())(h),
+    "heads": lambda h: h[:, None, :] * TARGETS,
+    "permuted": lambda h: h[:, np.array([3, 2, 1, 0])] * TARGETS[0],
+    "product": lambda h: jax.nn.softmax(h @ TARGETS.T) @ TARGETS,
+    "looked up": lambda h: h + jnp.asarray(TARGETS)[jnp.argmax(h, -1)],
+}
+
+
+@pytest.mark.parametrize("how", ROWWISE)
+def test_tables_with_as_many_entries_as_the_batch_has_rows_may_be_read(model, how):
+    def loss(model, x):
+        return jnp.mean(ROWWISE[how](model(x)))
 
     x = jnp.linspace(-1, 1, 16).reshape(4, 4)
-    got = fsdp_jax.value_and_grad(loss)(model, x, ids)
-    want = nnx.value_and_grad(loss)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), x, ids)
-    helpers.assert_trees_close(got, want)
+    got = fsdp_jax.value_and_grad(loss)(model, x)
+    want = nnx.value_and_grad(loss)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), x)
+    helpers.assert_trees_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["eager", "jit"])

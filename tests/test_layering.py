@@ -81,6 +81,7 @@ ORDER = [
     "_metrics",
     "_microbatch",
     "_program",
+    "_one_row",
     "_differing",
     "_execute",
     "_wrt",

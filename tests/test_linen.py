@@ -885,8 +885,10 @@ def test_other_groups_parameters_are_read_by_methods_and_as_arrays(uneven):
             self.embed, self.out = nn.Embed(7, 6), nn.Dense(6)
 
         def __call__(self, ids: jax.Array) -> jax.Array:
-            x = self.out(self.embed(ids)) @ self.out.variables["params"]["kernel"]
-            return self.embed.attend(x)
+            x = self.out(self.embed(ids))
+            own = self.out.variables["params"]
+            x = x @ own["kernel"] + own["bias"] ** 2
+            return self.embed.attend(x * (1 + own["kernel"].mean()) / own["kernel"][0])
 
     def loss(apply: Any) -> Any:
         return lambda params, ids: jnp.mean(apply({"params": params}, ids) ** 2)

@@ -282,6 +282,29 @@ class Prefixed(nnx.Module):
         return self.linear(x + self.prefix[...])
 
 
+class Recurrent(nnx.Module):
+    """Holds a state with a row for each of the batch, as no cache."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.h = nnx.Variable(jnp.zeros((8, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.linear(x) + self.h[...])
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_state_with_rows_that_is_no_cache_is_named(devices):
+    model: Any = fully_shard(Recurrent(), mesh=helpers.mesh_of(devices))
+    named = {4: r"Variable 'h' \(8, 16\)", 8: "nnx.Cache"}[devices]
+    with pytest.raises(ValueError, match=f"grad: .*{named}.*"):
+        fsdp_jax.grad(square)(model, rows(8))
+    model.h = nnx.Cache(model.h[...])
+    plain = Recurrent()
+    got = fsdp_jax.grad(square)(model, rows(8))
+    helpers.assert_trees_close(got, nnx.grad(square)(plain, rows(8)))
+
+
 def test_a_cache_that_is_only_read_goes_with_the_rows():
     model, plain = Prefixed(rows(32, 1)), Prefixed(rows(32, 1))
     fully_shard(model, mesh=mesh_of("2x4"))
@@ -329,6 +352,10 @@ def test_what_caches_cannot_do_is_said():
             model, tokens(4)
         )
     prefixed = fully_shard(Prefixed(rows(4)), mesh=mesh_of(2))
+    perturbed: Any = fully_shard(Recurrent(), mesh=mesh_of(2))
+    perturbed.h = nnx.Perturbation(jnp.zeros((2, WIDTH)))
+    with pytest.raises(TypeError, match=r"wrt selects the Perturbation 'h'.*nnx.grad"):
+        fsdp_jax.grad(square, wrt=nnx.Perturbation)(perturbed, rows(4))
     with pytest.raises(TypeError, match=r"wrt selects the Cache 'prefix'.*argnums"):
         fsdp_jax.grad(square, wrt=nnx.Cache)(prefixed, rows(4))
 

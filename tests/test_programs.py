@@ -248,8 +248,10 @@ def test_constants_tell_programs_apart_where_they_are_not_in_the_text():
 # --- under no jit -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("around", [nnx.remat, lambda f: f])
 @pytest.mark.parametrize("what", ["shard_map", "value_and_grad"])
-def test_eager_gradients_from_outside_equal_jitted_ones(mesh, what):
+def test_eager_gradients_from_outside_equal_jitted_ones(mesh, what, around):
+    @around
     def loss(m: Any, x: jax.Array) -> jax.Array:
         if what == "shard_map":
             return jnp.mean(fsdp_jax.shard_map(lambda m, x: m(x))(m, x) ** 2)

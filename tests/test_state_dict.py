@@ -99,6 +99,14 @@ def net(mesh8) -> Any:
 # --- state_dict -------------------------------------------------------------------
 
 
+def test_shapes_without_values_are_refused() -> None:
+    model: Any = fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    shapes = jax.eval_shape(lambda: model.state_dict())
+    with pytest.raises(TypeError, match="'bias' is a ShapeDtypeStruct"):
+        model.load_state_dict(shapes)
+    assert model.bias.shape == (8,) and model.bias[...].sum() == 0
+
+
 def test_names_are_those_of_the_state_before_and_after_sharding(net):
     assert names_of(Net(nnx.Rngs(0))) == NAMES
     assert names_of(net) == NAMES
