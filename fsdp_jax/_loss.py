@@ -119,8 +119,8 @@ def value_of(request: Request, mesh: MeshInfo, loss: Any) -> Array:
 
 def is_sum_of_losses(eqn: JaxprEqn) -> bool:
     """Whether an equation of a traced program adds up the devices' losses."""
-    total: Any = eqn.outvars[0].aval
-    summed = eqn.primitive.name.startswith("psum") and not total.shape
+    totals: list[Any] = [v.aval for v in eqn.outvars]
+    summed = eqn.primitive.name.startswith("psum") and not totals[0].shape
     return summed and f"fsdp:all_reduce:{_NAME}" in str(eqn.source_info.name_stack)
 
 
