@@ -69,7 +69,7 @@ def differ_between_devices(
     closed = ClosedJaxpr(closed.jaxpr, consts)
     divergent: dict[int, str] = {}
     alone = [
-        Row(dim) if dim is not None and aval.shape[dim] == per_device else None
+        Row(dim) if dim is not None and aval.shape[dim:][:1] == (per_device,) else None
         for dim, aval in zip(dims, closed.in_avals, strict=True)
     ]
     found = [False] * len(closed.jaxpr.outvars)

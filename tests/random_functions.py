@@ -404,7 +404,7 @@ def make_entry(program: Program, lib: Any, seen: list[int]) -> Callable[..., Any
 
     def value(*args: Any, **kwargs: Any) -> jax.Array:
         value = step(*args, **kwargs)[0]
-        return jnp.sin(value[0] if program.aux else value)
+        return (value[0] if program.aux else value) ** 2
 
     if program.entry == "outer value":
         return gradient(value)
