@@ -699,6 +699,7 @@ def test_the_command_leaves_the_chips_of_the_machine_alone(asked, used):
     assert done.stdout.strip() == used, done.stderr
 
 
+@pytest.mark.slow
 def test_plan_is_callable_and_a_module_in_every_order_of_imports():
     orders = [
         "import fsdp_jax; Plan = fsdp_jax.plan.Plan",
