@@ -68,7 +68,7 @@ class Parent(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.left = nnx.Linear(8, 16, rngs=rngs)
         self.right = nnx.Linear(16, 8, rngs=rngs)
-        self.gain = nnx.Param(jnp.full((3,), 2.0))
+        self.gain = nnx.Param(jnp.full((3,), 2.0, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.right(jnp.tanh(self.left(x))) * self.gain[...].sum()

@@ -323,7 +323,7 @@ class Stateful(nnx.Module):
         self.linear = nnx.Linear(8, 16, rngs=rngs)
         self.norm = nnx.BatchNorm(16, momentum=0.5, rngs=rngs)
         self.dropout = nnx.Dropout(rate, rngs=rngs)
-        self.gain = nnx.Param(jnp.full((3,), 2.0))
+        self.gain = nnx.Param(jnp.full((3,), 2.0, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.dropout(self.norm(self.linear(x))) * self.gain[...].sum()
