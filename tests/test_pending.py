@@ -332,7 +332,7 @@ def test_several_models_and_a_batch_in_one_call():
         return jnp.mean((first(x) + 2 * last(x)) ** 2)
 
     twins = Pair(nnx.Rngs(0)), Pair(nnx.Rngs(0))
-    once = nnx.grad(both, argnums=(0, 1))(*twins, x)
+    once = nnx.jit(nnx.grad(both, argnums=(0, 1)))(*twins, x)
     make = fsdp_jax.grad(both, argnums=(0, 1))
     first.set_requires_gradient_sync(False)
     kept = make(first, last, x)

@@ -686,6 +686,7 @@ def test_the_command_starts_without_a_warning_and_ends_with_its_status():
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "used"), [({}, "cpu"), ({"JAX_PLATFORMS": "tpu"}, "tpu")]
 )

@@ -301,15 +301,15 @@ def test_packing_and_gathering_alone_agree() -> None:
     helpers.assert_trees_close(own_values(grad(model, *data)), packed, rtol=1e-6)
 
 
-def test_global_arrays() -> None:
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_global_arrays(jit: Any) -> None:
     data = batch(3)
     want = forward(Odd(nnx.Rngs(0)), data[0])
-    for jit in (lambda f: f, nnx.jit):
-        model = sharded(helpers.mesh_of(3))
-        np.testing.assert_allclose(jit(lambda m, x: m(x))(model, data[0]), want, 1e-5)
-        got = jit(nnx.grad(helpers.mean_square))(model, *data)
-        helpers.assert_trees_close(own_values(got), plain_gradients(3))
-        assert_padding_is_zero(got)
+    model = sharded(helpers.mesh_of(3))
+    np.testing.assert_allclose(jit(lambda m, x: m(x))(model, data[0]), want, 1e-5)
+    got = jit(nnx.grad(helpers.mean_square))(model, *data)
+    helpers.assert_trees_close(own_values(got), plain_gradients(3))
+    assert_padding_is_zero(got)
 
 
 def test_a_loss_that_reads_parameters_on_global_arrays() -> None:
@@ -367,7 +367,8 @@ def test_shard_map_and_registered_methods() -> None:
     np.testing.assert_allclose(got, forward(plain, x), 1e-5)
 
 
-def test_a_stack_in_a_scan() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stack_in_a_scan(ahead: bool) -> None:
     @nnx.split_rngs(splits=4)
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs: nnx.Rngs) -> nnx.Linear:
@@ -388,17 +389,16 @@ def test_a_stack_in_a_scan() -> None:
             return run(self.layers, x)
 
     x = jax.random.normal(jax.random.key(0), (3, 7))
-    for ahead in (False, True):
-        want = nnx.jit(nnx.grad(lambda m, x: jnp.mean(m(x) ** 2)))(Stack(ahead), x)
-        model = Stack(ahead)
-        mesh = helpers.mesh_of(3)
-        fully_shard(model.layers, mesh=mesh, uneven="pad")
-        fully_shard(model, mesh=mesh, uneven="pad")
-        assert model.layers.kernel.sharding.spec == PartitionSpec(None, "fsdp")
-        bias: Any = model.layers.bias
-        assert bias.sharding.spec == PartitionSpec(None, "fsdp")
-        got = nnx.jit(fsdp_jax.grad(lambda m, x: jnp.mean(m(x) ** 2)))(model, x)
-        helpers.assert_trees_close(own_values(got), own_values(want))
+    want = nnx.jit(nnx.grad(lambda m, x: jnp.mean(m(x) ** 2)))(Stack(ahead), x)
+    model = Stack(ahead)
+    mesh = helpers.mesh_of(3)
+    fully_shard(model.layers, mesh=mesh, uneven="pad")
+    fully_shard(model, mesh=mesh, uneven="pad")
+    assert model.layers.kernel.sharding.spec == PartitionSpec(None, "fsdp")
+    bias: Any = model.layers.bias
+    assert bias.sharding.spec == PartitionSpec(None, "fsdp")
+    got = nnx.jit(fsdp_jax.grad(lambda m, x: jnp.mean(m(x) ** 2)))(model, x)
+    helpers.assert_trees_close(own_values(got), own_values(want))
 
 
 # --- what a Variable shows --------------------------------------------------------
@@ -615,16 +615,18 @@ def test_asked_dims_are_padded_too() -> None:
     np.testing.assert_allclose(got, want, 1e-5)
 
 
-def test_a_state_of_a_model_on_other_devices_is_taken_without_its_padding() -> None:
+@pytest.mark.parametrize("devices", [1, 3, 7])
+def test_a_state_of_a_model_on_other_devices_is_taken_without_its_padding(
+    devices: int,
+) -> None:
     want = own_values(Odd(nnx.Rngs(5)))
-    for devices in (1, 3, 7):
-        source = sharded(helpers.mesh_of(devices), Odd(nnx.Rngs(5)))
-        target = sharded(helpers.mesh_of(5))
-        nnx.update(target, nnx.state(source))
-        helpers.assert_trees_close(own_values(target), want, rtol=0, atol=0)
-        assert_padding_is_zero(target)
-        expected = forward(Odd(nnx.Rngs(5)), batch(5)[0])
-        np.testing.assert_allclose(target(batch(5)[0]), expected, 1e-5)
+    source = sharded(helpers.mesh_of(devices), Odd(nnx.Rngs(5)))
+    target = sharded(helpers.mesh_of(5))
+    nnx.update(target, nnx.state(source))
+    helpers.assert_trees_close(own_values(target), want, rtol=0, atol=0)
+    assert_padding_is_zero(target)
+    expected = forward(Odd(nnx.Rngs(5)), batch(5)[0])
+    np.testing.assert_allclose(target(batch(5)[0]), expected, 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(10, 4), (12, 4), (3, 4)])
