@@ -113,6 +113,7 @@ def run_in_one(folder: Path, *commands: list[str]) -> list[tuple[int, str, list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_help_and_wrong_arguments_are_told(tmp_path):
     cases = [
         (["--config", "gigantic"], "invalid choice: 'gigantic'"),
