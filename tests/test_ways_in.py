@@ -509,10 +509,11 @@ def both(m: Any, x: jax.Array) -> jax.Array:
 
 def test_each_remedy_for_a_condition_that_differs_works(mesh8):
     x, twin = inputs(), Net(nnx.Rngs(0))
-    rows = jnp.stack([branch(twin, row[None])[0] for row in x])
-    while (x.sum(1) > 1).any():
-        x = twin(x) / 8
-    want = (twin.block(inputs()), x, rows, rows)
+    branched, called = nnx.jit(branch), nnx.jit(Net.__call__)
+    rows = np.stack([branched(twin, row[None])[0] for row in np.asarray(x)])
+    while (np.asarray(x).sum(1) > 1).any():
+        x = called(twin, x) / 8
+    want = (nnx.jit(Block.__call__)(twin.block, inputs()), x, rows, rows)
 
     def run(m: Any, x: jax.Array) -> Any:
         return [f(m, x) for f in (agreed, agreed_loop, gathered_before, both)]
