@@ -33,9 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
         choices=["one", "rest", "all"],
-        help="of each parametrized test: one case (default in a run of all tests), the "
-        "other ones, or all (default where files or tests are named). CI runs the "
-        "first two.",
+        help="of each parametrized test: one case, and nothing that is marked slow "
+        "(default in a run of all tests); the rest: the other cases and what is slow; "
+        "or all (default where files or tests are named). CI runs the first two.",
     )
 
 
@@ -52,13 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out all but one case of each test, or take the others."""
+    """Leave out all but one case of each test and the slow ones, or take those."""
     cases = os.environ[_CASES]
     if cases == "all":
         return
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        groups.setdefault(item.nodeid.split("[")[0], []).append(item)
+        if not item.get_closest_marker("slow"):
+            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
     chosen = {id(group[len(group) // 2]) for group in groups.values()}
     left = [item for item in items if (id(item) in chosen) != (cases == "one")]
     config.hook.pytest_deselected(items=left)

@@ -195,7 +195,6 @@ MODELS: dict[str, tuple[type, Callable[..., Any], Any]] = {
     "remat": (Recomputed, per_layer, nnx.Param),
     "nnx.scan": (Stacked, per_stack, nnx.Param),
     "scan_layers": (LookingAhead, per_stack, nnx.Param),
-    "gradient penalty": (Penalised, per_layer, nnx.Param),
     "adapter": (Adapted, fully_shard, nnx.LoRAParam),
     "frozen": (Frozen, per_layer, nnx.All(nnx.Param, nnx.PathContains("kernel"))),
     "ignored": (Layers, with_ignored, nnx.Param),
@@ -203,6 +202,7 @@ MODELS: dict[str, tuple[type, Callable[..., Any], Any]] = {
     "unshard": (Unsharding, per_layer, nnx.Param),
     "offloaded": (Layers, offloaded, nnx.Param),
     "other axis": (Partitioned, beside_another_axis, nnx.Param),
+    "gradient penalty": (Penalised, per_layer, nnx.Param),
 }
 
 

@@ -187,7 +187,7 @@ def test_modules_on_different_meshes_raise(model):
 def test_arguments_are_placed_from_wherever_they_are(model, place):
     x, y = helpers.regression_batch(8)
     reference = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    want, want_grads = nnx.value_and_grad(helpers.mean_square)(reference, x, y)
+    want, want_grads = nnx.jit(nnx.value_and_grad(helpers.mean_square))(reference, x, y)
     step = fsdp_jax.value_and_grad(helpers.mean_square)
     value, grads = step(model, place(x), place(y))
     np.testing.assert_allclose(value, want, rtol=1e-5)
@@ -242,7 +242,9 @@ def test_a_whole_argument_has_the_same_values_on_every_device(model):
     run = fsdp_jax.value_and_grad(f, in_specs=(None, P()), argnums=(0, 2))
     value, (grads, weight_grads) = run(model, x, weights)
     reference = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    want, want_grads = nnx.value_and_grad(f, argnums=(0, 2))(reference, x, weights)
+    want, want_grads = nnx.jit(nnx.value_and_grad(f, argnums=(0, 2)))(
+        reference, x, weights
+    )
     np.testing.assert_allclose(value, want, rtol=1e-5)
     helpers.assert_trees_close(grads, want_grads[0])
     np.testing.assert_allclose(weight_grads, want_grads[1], rtol=1e-5)

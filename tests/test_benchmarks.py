@@ -44,6 +44,7 @@ def rows_of(result: subprocess.CompletedProcess[str]) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 def test_cpu_rows_are_timed_against_automatic_partitioning(tmp_path):
     result = run(tmp_path, *TINY, "--topology", "cpu:2", "--blocks", "1", "--json")
     rows = {row["program"]: row for row in rows_of(result)}
@@ -63,6 +64,7 @@ def test_cpu_rows_are_timed_against_automatic_partitioning(tmp_path):
     assert [line.split()[1] for line in table[4:8]] == list(rows)
 
 
+@pytest.mark.slow
 def test_tables_name_versions_and_say_why_a_row_failed(tmp_path):
     names = ("ours+ahead", "auto", "ours[own,own,own]")
     programs = [part for name in names for part in ("--program", name)]
@@ -111,6 +113,7 @@ def run_in_one(folder: Path, *commands: list[str]) -> list[tuple[int, str, list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_help_and_wrong_arguments_are_told(tmp_path):
     cases = [
         (["--config", "gigantic"], "invalid choice: 'gigantic'"),

@@ -369,7 +369,8 @@ class LinenNet(nn.Module):
 
 def linen_model(**kwargs):
     module = LinenNet()
-    variables = module.init(jax.random.key(0), X, **kwargs)
+    init = jax.jit(functools.partial(module.init, **kwargs))
+    variables = init(jax.random.key(0), X)
     mesh = helpers.mesh_of(4)
     return fsdp_jax.linen.fully_shard(module, variables, modules="Dense_0", mesh=mesh)
 

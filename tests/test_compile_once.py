@@ -144,7 +144,7 @@ def test_pure_steps_with_donation_compile_once():
     assert counts == {"compiles": 0, "traces": 0}
 
 
-@pytest.mark.parametrize("make", [mlp, noisy])
+@pytest.mark.parametrize("make", [noisy, mlp])
 def test_eager_gradients_compile_once_for_all_steps_and_models(make):
     mesh = helpers.mesh_of(2)
     loss, traces = counting_loss()

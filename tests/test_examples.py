@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {
     "steps": 3,
@@ -45,6 +47,7 @@ def test_quickstart_prints_shard_shapes_and_checks_out(tmp_path):
         assert f"{rank} equal to the unsharded run, slice by slice" in lines
 
 
+@pytest.mark.slow
 def test_train_gpt_trains_and_samples(tmp_path):
     flags = [
         part for name, value in SMALL.items() for part in (f"--{name}", f"{value}")
@@ -61,6 +64,7 @@ def test_train_gpt_trains_and_samples(tmp_path):
     assert after < before
 
 
+@pytest.mark.slow
 def test_train_gpt_help_explains_every_flag(tmp_path):
     text = run("train_gpt.py", tmp_path, "--help", limit_s=60)
     for name in SMALL | {"lr": 0, "seed": 0}:
@@ -69,6 +73,7 @@ def test_train_gpt_help_explains_every_flag(tmp_path):
         assert re.search(rf"^ +--{name} +\w", text, re.M), name
 
 
+@pytest.mark.slow
 def test_train_models_prints_the_losses_of_those_asked_for(tmp_path):
     flags = ("--models", "decoder", "--steps", "12", "--rows", "8", "--devices", "4")
     text = run("train_models.py", tmp_path, *flags, limit_s=150)
@@ -78,6 +83,7 @@ def test_train_models_prints_the_losses_of_those_asked_for(tmp_path):
     assert after < before / 2
 
 
+@pytest.mark.slow
 def test_train_float16_skips_overflows_and_learns(tmp_path):
     flags = ("--steps", "40", "--width", "32", "--depth", "1", "--devices", "4")
     flags += ("--batch", "30", "--growth-interval", "20")
@@ -95,6 +101,7 @@ def test_train_float16_skips_overflows_and_learns(tmp_path):
     assert number == len(skipped) < 15
 
 
+@pytest.mark.slow
 def test_train_linen_sorts(tmp_path):
     flags = ("--steps", "60", "--width", "16", "--depth", "1", "--devices", "4")
     text = run("train_linen.py", tmp_path, *flags, "--batch", "30", limit_s=100)

@@ -110,7 +110,7 @@ def test_gradient_equals_the_unsharded_one_and_rests_as_the_parameters(
     chain, axis_type, ambient, jit
 ):
     x, y = inputs(), jnp.ones((8, 8))
-    value, grads = nnx.value_and_grad(helpers.mean_square)(chain, x, y)
+    value, grads = nnx.jit(nnx.value_and_grad(helpers.mean_square))(chain, x, y)
     mesh = mesh_with(axis_type)
     run = nnx.value_and_grad(helpers.mean_square)
     with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
@@ -503,7 +503,7 @@ def test_parameters_read_outside_a_call_have_their_full_value(chain, mesh8):
 def test_call_works_under_vmap_and_remat(chain, mesh8):
     x, y = inputs(), jnp.ones((8, 8))
     expected = chain(x)
-    value, grads = nnx.value_and_grad(helpers.mean_square)(chain, x, y)
+    value, grads = nnx.jit(nnx.value_and_grad(helpers.mean_square))(chain, x, y)
     model = helpers.shard_blocks(chain, mesh=mesh8)
     mapped = nnx.vmap(lambda m, row: m(row), in_axes=(None, 0))(model, x)
     np.testing.assert_allclose(mapped, expected, 1e-5, 1e-6)

@@ -134,7 +134,7 @@ def test_the_gradient_through_a_method_is_the_unsharded_one(mesh8, asked):
     def loss(m: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(m.encode(x, scale=2.0) ** 2)
 
-    expected = nnx.value_and_grad(loss)(Base(nnx.Rngs(0)), inputs())
+    expected = nnx.jit(nnx.value_and_grad(loss))(Base(nnx.Rngs(0)), inputs())
     model = make(mesh8, "encode", reshard_after_forward=asked)
     got = fsdp_jax.value_and_grad(loss)(model, inputs())
     helpers.assert_trees_close(got, expected)

@@ -256,7 +256,7 @@ def test_each_remedy_gives_the_unsharded_gradient(mesh8, body, asked):
     def loss(m: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(m(x) ** 2)
 
-    expected = nnx.value_and_grad(loss)(Net(nnx.Rngs(0)), inputs())
+    expected = nnx.jit(nnx.value_and_grad(loss))(Net(nnx.Rngs(0)), inputs())
     helpers.assert_trees_close(in_value_and_grad(body, model, inputs()), expected)
     assert full_names(model) == {"scale"}
 
@@ -273,7 +273,7 @@ def test_gradient_through_both_sides_of_a_reshard_is_the_unsharded_one(mesh8, as
     def loss(m: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(m(m(x)) ** 2)
 
-    expected = nnx.value_and_grad(loss)(Net(nnx.Rngs(0)), inputs())
+    expected = nnx.jit(nnx.value_and_grad(loss))(Net(nnx.Rngs(0)), inputs())
     helpers.assert_trees_close(in_value_and_grad(twice, model, inputs()), expected)
 
 
@@ -365,7 +365,7 @@ def test_hooks_in_an_own_program_give_value_and_gradients(asked, check_vma, axis
         return jnp.mean(m(x) ** 2)
 
     twin = Chain(nnx.Rngs(0))
-    value, grads = nnx.value_and_grad(loss)(twin, inputs())
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(twin, inputs())
     mesh = Mesh(np.array(jax.devices()), ("fsdp",), axis_types=(axis_type,))
     model = helpers.shard_blocks(
         Chain(nnx.Rngs(0)), mesh=mesh, reshard_after_forward=asked

@@ -53,6 +53,16 @@ STACK = Stack()
 VARIABLES: Any = jax.jit(STACK.init)(KEY, X)
 
 
+def variables_of(module: nn.Module, x: jax.Array = X) -> Any:
+    """Variables as `init` shapes them, with values for which nothing is compiled."""
+    rng = np.random.default_rng(0)
+
+    def first(leaf: Any) -> jax.Array:
+        return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(first, jax.eval_shape(module.init, KEY, x))
+
+
 def loss_with(apply: Callable) -> Callable:
     """Mean squared error of `apply`, a function of the parameters."""
 
@@ -75,7 +85,7 @@ def assert_trains(
     Returns:
         The model and its variables.
     """
-    variables = jax.jit(module.init)(KEY, X)
+    variables = variables_of(module)
     model, placed = linen.fully_shard(module, variables, **kwargs)
     step = jax.jit(linen.value_and_grad(make_loss(model.apply), model))
     got = step(placed["params"], X, Y)
@@ -176,7 +186,7 @@ def test_large_parameters_travel_alone():
 
 def test_global_arrays_compute_the_same():
     model, placed = linen.fully_shard(STACK, VARIABLES, modules="blocks_*")
-    want = STACK.apply(VARIABLES, X)
+    want = jax.jit(STACK.apply)(VARIABLES, X)
     close(model.apply(VARIABLES, X), want)  # wherever the parameters are
     got = jax.jit(jax.grad(loss_with(model.apply)))(placed["params"], X, Y)
     close(got, twin_gradients())
@@ -190,14 +200,15 @@ def test_many_parameters_of_one_shape_keep_their_places():
                 x = x + self.param(f"p{i}", nn.initializers.normal(), (WIDTH,)) * x**i
             return x
 
-    variables = Many().init(KEY, X)
+    variables = variables_of(Many())
     model, placed = linen.fully_shard(Many(), variables)
-    close(model.apply(placed, X), Many().apply(variables, X))
+    close(model.apply(placed, X), jax.jit(Many().apply)(variables, X))
 
 
 def test_methods_and_keyword_arguments():
     model, placed = linen.fully_shard(STACK, VARIABLES, modules="blocks_*")
-    want = STACK.apply(VARIABLES, X, scale=2.0, method="encode")
+    plain = jax.jit(functools.partial(STACK.apply, scale=2.0, method="encode"))
+    want = plain(VARIABLES, X)
     for method in ("encode", Stack.encode, lambda m, x, scale: m.encode(x, scale)):
         got = model.apply(placed, X, scale=2.0, method=method)
         close(got, want)
@@ -393,7 +404,7 @@ def test_an_unread_parameter_of_setup_is_not_gathered_twice():
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.unit_0(jnp.argmax(x, -1))
 
-    variables = Embedding().init(KEY, X)
+    variables = variables_of(Embedding())
     model, placed = linen.fully_shard(Embedding(), variables, modules="unit_*")
     step = linen.shard_map(lambda p, x: model.apply({"params": p}, x), model)
     assert counts_of(step, placed["params"], X)["all_gather"] == 1
@@ -473,14 +484,14 @@ def noisy_twin(num_devices: int, num_slices: int) -> Any:
     for i in range(num_devices):
         key = jax.random.fold_in(KEY, i) if num_devices > 1 else KEY
         own = NOISY_VARIABLES["batch_stats"]
-        for x in jnp.split(ROWS[i * rows : (i + 1) * rows], num_slices):
+        for x in np.split(np.asarray(ROWS)[i * rows : (i + 1) * rows], num_slices):
             (value, updates), grad = loss(key, params, own, x)
             own = updates["batch_stats"]
             values, grads = [*values, value], [*grads, grad]
         stats.append(own)
 
     def mean(trees: list[Any]) -> Any:
-        return jax.tree.map(lambda *xs: sum(xs) / len(xs), *trees)
+        return jax.tree.map(lambda *xs: np.mean(xs, axis=0), *trees)
 
     return (mean(values), {"batch_stats": mean(stats)}), mean(grads)
 
@@ -493,7 +504,8 @@ def test_applying_changes_collections_and_draws_masks_as_plain_linen():
     ]
     for options in sets:
         options["rngs"] = {"dropout": KEY}
-        want = NOISY.apply(NOISY_VARIABLES, X, **options)
+        plain = jax.jit(functools.partial(NOISY.apply, **options))
+        want = plain(NOISY_VARIABLES, X)
         close(model.apply(placed, X, **options), want)
 
 
@@ -581,10 +593,11 @@ def test_another_collection_must_be_the_same_everywhere():
 
         return run
 
-    model, placed = linen.fully_shard(Counting(), Counting().init(KEY, X))
+    variables = jax.jit(Counting().init)(KEY, X)
+    model, placed = linen.fully_shard(Counting(), variables)
     got = linen.shard_map(update(model), model)(placed, X)
     np.testing.assert_array_equal(got["seen"]["rows"], 2.0)
-    model, placed = linen.fully_shard(Counting(True), Counting().init(KEY, X))
+    model, placed = linen.fully_shard(Counting(True), variables)
     with pytest.raises(ValueError, match="'other variables.seen/rows' to values that"):
         linen.shard_map(update(model), model)(placed, X)
 
@@ -757,11 +770,11 @@ def test_partitioned_boxes_stay_and_their_axes_need_not_exist():
     kept = held["unit_0"]["kernel"]
     pieces = [x.value.addressable_data(0) for x in (kernel, kept)]
     assert len({x.unsafe_buffer_pointer() for x in pieces}) == 2  # may be donated
-    want = Annotated().apply(Annotated().init(KEY, X), X)
+    want = jax.jit(Annotated().apply)(jax.device_get(placed), X)
     with jax.set_mesh(mesh):
         close(model.apply(placed, X), want)
         born = model.init(KEY, X)
-    close(born, jax.device_get(placed))
+    close(born, jax.jit(Annotated().init)(KEY, X))
 
 
 def test_frozen_dicts_stay_frozen():
@@ -849,7 +862,7 @@ def test_sizes_that_do_not_divide_are_padded():
         return lambda params, x: jnp.mean(apply({"params": params}, x) ** 2)
 
     x = jax.random.normal(jax.random.key(1), (12, 9))
-    variables = Odd().init(jax.random.key(0), x)
+    variables = variables_of(Odd(), x)
     model, placed = linen.fully_shard(
         Odd(), variables, modules="inner", mesh=helpers.mesh_of(3), uneven="pad"
     )
@@ -874,7 +887,7 @@ def test_sizes_that_do_not_divide_are_padded():
         plain, want = plain_step(plain, x)
         state, got = step(state, x)
         np.testing.assert_allclose(got, want, 1e-5)
-    want: Any = Odd().apply({"params": plain.params}, x)
+    want: Any = jax.jit(Odd().apply)({"params": plain.params}, x)
     np.testing.assert_allclose(model.apply({"params": state.params}, x), want, 1e-4)
 
 
@@ -923,7 +936,7 @@ def test_another_configuration_of_a_module_runs_on_padded_parameters():
             return x
 
     x = jax.random.normal(jax.random.key(1), (12, 9))
-    variables, decode = Net().init(KEY, x), Net(decode=True)
+    variables, decode = variables_of(Net(), x), Net(decode=True)
     shapes = {"modules": "inner", "mesh": helpers.mesh_of(4), "uneven": "pad"}
     model, placed = linen.fully_shard(Net(), variables, **shapes)
     cache = {"cache": {"last": jnp.ones((12, 5))}}
@@ -932,7 +945,7 @@ def test_another_configuration_of_a_module_runs_on_padded_parameters():
     def run(apply: Any) -> Any:
         return lambda given, x: apply(given, x, mutable=["cache"])
 
-    want = decode.apply({**variables, **cache}, x, mutable=["cache"])
+    want = jax.jit(run(decode.apply))({**variables, **cache}, x)
     found = other.apply({**placed, **cache}, x, mutable=["cache"])
     close(found, want)
     found = linen.shard_map(run(other.apply), other)({**placed, **cache}, x)

@@ -128,7 +128,7 @@ def test_weights_count_over_all_slices_and_devices(kind, sync):
     model = mlp()
     model.set_requires_gradient_sync(sync)
     found = sliced(loss, 4, reduction="weighted")(model, x, y, mask)
-    assert_same(found, nnx.value_and_grad(whole)(twin(), x, y, mask))
+    assert_same(found, nnx.jit(nnx.value_and_grad(whole))(twin(), x, y, mask))
 
 
 @pytest.mark.parametrize(("num_devices", "counts"), [(1, False), (4, True)])
@@ -177,7 +177,8 @@ def test_arguments_of_all_kinds():
     step = sliced(loss, in_specs=(None, PartitionSpec()))
     found = step(mlp(), x, shift, y=y, scale=2.0)
     whole = functools.partial(loss, x=x, shift=shift, y=y, scale=2.0)
-    assert_same(found, nnx.value_and_grad(lambda model: whole(model))(twin()))
+    wanted = nnx.jit(nnx.value_and_grad(lambda model: whole(model)))(twin())
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -197,7 +198,7 @@ def test_gradients_of_the_batch_have_its_rows_in_order(reduction):
         in_specs=(None, None, PartitionSpec()),
     )
     found = step(mlp(), x, y, shift)
-    expected = nnx.value_and_grad(loss, argnums=arguments)(twin(), x, y, shift)
+    expected = nnx.jit(nnx.value_and_grad(loss, argnums=arguments))(twin(), x, y, shift)
     np.testing.assert_allclose(found[0], expected[0], 1e-5)
     for mine, theirs in zip(found[1], expected[1], strict=True):
         helpers.assert_trees_close(mine, theirs)
@@ -536,7 +537,7 @@ def test_an_argument_that_is_cut_on_another_dim_is_sliced_on_that_dim():
         return jnp.mean((m(x_t.T) - y) ** 2)
 
     y = jnp.arange(64.0).reshape(8, 8) / 64
-    want, want_grads = nnx.value_and_grad(loss, argnums=(0, 1))(columns, x, y)
+    want, want_grads = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(columns, x, y)
     specs = (PartitionSpec(None, "fsdp"), None)
     step = fsdp_jax.value_and_grad(
         loss, argnums=(0, 1), num_microbatches=2, in_specs=specs

@@ -119,14 +119,18 @@ def test_the_norm_of_offloaded_gradients(mesh, pin, expected):
 
 @pytest.mark.parametrize(
     ("mesh", "offload", "jit"),
-    [("1", True, True), ("3", False, True), ("2x4", False, False), ("3", True, False)],
+    [("1", True, True), ("2x4", False, False), ("3", False, True), ("3", True, False)],
 )
 def test_optax_clips_by_the_same_norm(mesh, offload, jit, unsharded, expected):
     """Every parameter moves by the clipped gradient, in jit and eagerly."""
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     before = nnx.as_pure(nnx.state(Odd(nnx.Rngs(0)), nnx.Param))
-    scale = 0.1 / expected
-    want = jax.tree.map(lambda p, g: p - scale * g, before, nnx.as_pure(unsharded))
+    scale = 0.1 / np.asarray(expected)
+    want = jax.tree.map(
+        lambda p, g: np.asarray(p) - scale * np.asarray(g),
+        before,
+        nnx.as_pure(unsharded),
+    )
 
     def step(model, optimizer, x, y):
         loss, grads = fsdp_jax.value_and_grad(helpers.mean_square)(model, x, y)

@@ -220,8 +220,8 @@ def assert_same_run(
     ("policy", "mesh", "steps", "jit"),
     [
         (PINNED, "8", 5, True),
-        (PINNED, "2x4", 2, True),
         (PINNED, "2", 2, False),
+        (PINNED, "2x4", 2, True),
         (UNPINNED, "1", 2, True),
     ],
 )

@@ -92,11 +92,12 @@ def train(model: Any) -> list[np.ndarray]:
     optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
 
     gradient = nnx.jit(fsdp_jax.value_and_grad(mean_of_squares))
+    update = nnx.jit(lambda optimizer, *args: optimizer.update(*args))
     results = []
     for _ in range(2):
         # The update is a program of its own: fused with reductions it rounds otherwise.
         loss, grads = gradient(model, batch())
-        optimizer.update(model, grads)
+        update(optimizer, model, grads)
         results.append((loss, grads))
     leaves = jax.tree.leaves((nnx.as_pure(results), nnx.as_pure(nnx.state(model))))
     return [np.asarray(leaf) for leaf in leaves]
@@ -178,7 +179,7 @@ def prefetched_backward(model: Any) -> None:
 @pytest.mark.parametrize("wait", [ordered_backward, prefetched_backward])
 def test_modules_whose_gradients_share_an_array_keep_their_own(wait):
     x = jax.random.normal(jax.random.key(0), (4, WIDTH))
-    expected = nnx.grad(mean_of_squares)(Sum(), x)
+    expected = nnx.jit(nnx.grad(mean_of_squares))(Sum(), x)
     model: Any = Sum()
     for pair in (model.one, model.two):
         fully_shard(pair, mesh=helpers.mesh_of(2))

@@ -343,6 +343,7 @@ def test_a_fresh_process_loads_and_uses_pickled_models(mesh8, tmp_path):
         np.testing.assert_allclose(found["output"], model(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_process_with_fewer_devices_says_what_to_do_instead(mesh8, tmp_path):
     small = fully_shard(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
     files = [tmp_path / "net.pickle", tmp_path / "small.pickle"]

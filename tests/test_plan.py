@@ -686,6 +686,7 @@ def test_the_command_starts_without_a_warning_and_ends_with_its_status():
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "used"), [({}, "cpu"), ({"JAX_PLATFORMS": "tpu"}, "tpu")]
 )
@@ -699,6 +700,7 @@ def test_the_command_leaves_the_chips_of_the_machine_alone(asked, used):
     assert done.stdout.strip() == used, done.stderr
 
 
+@pytest.mark.slow
 def test_plan_is_callable_and_a_module_in_every_order_of_imports():
     orders = [
         "import fsdp_jax; Plan = fsdp_jax.plan.Plan",

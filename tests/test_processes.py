@@ -600,8 +600,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Notes of two processes with one device each that trained."""
+    folder = tmp_path_factory.mktemp("pair")
+    run_group(folder, count=2, devices=1, name="mlp")
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("group", "count", "name"), [("two", 2, "transformer"), ("four", 4, "mlp")]
+    ("group", "count", "name"),
+    [
+        pytest.param("two", 2, "transformer", marks=pytest.mark.slow),
+        pytest.param("four", 4, "mlp", marks=pytest.mark.slow),
+        ("pair", 2, "mlp"),
+    ],
 )
 def test_processes_that_train_on_their_own_rows_agree_with_one(
     request, group, count, name
@@ -624,6 +637,7 @@ def test_processes_that_train_on_their_own_rows_agree_with_one(
             np.testing.assert_allclose(got[key], value, 1e-5, 1e-6, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [c.__name__.removeprefix("check_") for c in CHECKS])
 def test_in_every_process(two, name):
     for index in range(2):

@@ -97,7 +97,7 @@ def programs(higher: bool = HIGHER) -> st.SearchStrategy[Program]:
 
 
 @settings(
-    max_examples=int(EXAMPLES or 6),
+    max_examples=int(EXAMPLES or 4),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,

@@ -52,6 +52,7 @@ def outcomes(tmp_path_factory) -> list[list[str]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(code_blocks("python"))))
 def test_a_code_block_runs(number, outcomes):
     printed, error = outcomes[number]

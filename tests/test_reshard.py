@@ -168,7 +168,7 @@ def test_traced_forwards_are_not_counted_and_change_nothing(mesh8):
 def test_a_traced_module_leaves_as_it_came_in(mesh8, asked):
     model = make_net(mesh8, reshard_after_forward=asked)
     step = nnx.jit(nnx.grad(loss_of))
-    expected = nnx.grad(loss_of)(Net(nnx.Rngs(0)), inputs())
+    expected = nnx.jit(nnx.grad(loss_of))(Net(nnx.Rngs(0)), inputs())
     helpers.assert_trees_close(step(model, inputs()), expected)
     assert full_names(model) == set()
     model.layers[0].unshard()
@@ -194,7 +194,7 @@ def test_training_after_an_eager_forward_that_kept_full_parameters_is_right(mesh
     twin, model = Net(nnx.Rngs(0)), make_net(mesh8, reshard_after_forward=False)
     twin(inputs())
     model(inputs())
-    value, grads = nnx.value_and_grad(loss_of)(twin, inputs())
+    value, grads = nnx.jit(nnx.value_and_grad(loss_of))(twin, inputs())
     got_value, got = fsdp_jax.value_and_grad(loss_of)(model, inputs())
     np.testing.assert_allclose(got_value, value, 1e-5)
     helpers.assert_trees_close(got, grads)
@@ -277,8 +277,11 @@ def raising(error: type[BaseException]) -> Callable[[Any], Any]:
     return before
 
 
+update = nnx.jit(lambda optimizer, model, grads: optimizer.update(model, grads))
+
+
 def adamw_step(model: Any, optimizer: Any, grad: Callable[..., Any]) -> None:
-    optimizer.update(model, grad(loss_of)(model, inputs()))
+    update(optimizer, model, grad(model, inputs()))
 
 
 def optimizer_of(model: Any) -> nnx.Optimizer:
@@ -351,8 +354,8 @@ def test_the_step_after_an_error_is_right(mesh8, call):
     twin_optimizer, optimizer = optimizer_of(twin), optimizer_of(model)
     with pytest.raises(BrokenError):
         call(model, raising(BrokenError))
-    adamw_step(twin, twin_optimizer, nnx.grad)
-    adamw_step(model, optimizer, fsdp_jax.grad)
+    adamw_step(twin, twin_optimizer, nnx.jit(nnx.grad(loss_of)))
+    adamw_step(model, optimizer, fsdp_jax.grad(loss_of))
     helpers.assert_trees_close(model, twin)
     assert full_names(model) == set()
 
@@ -382,7 +385,7 @@ def test_an_error_in_backward_leaves_all_sharded(mesh8, call, asked):
     model.reset_iter_state()
     assert full_names(model) == set()
     got = fsdp_jax.grad(loss_of)(model, inputs())
-    expected = nnx.grad(loss_of)(Net(nnx.Rngs(0)), inputs())
+    expected = nnx.jit(nnx.grad(loss_of))(Net(nnx.Rngs(0)), inputs())
     helpers.assert_trees_close(got, expected)
 
 

@@ -73,7 +73,7 @@ def layout(net: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("asked", [None, True, False, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["all", "none"])
 def test_two_threads_call_one_model(policy, asked):
     net = sharded(POLICIES[policy], asked)
     x = jnp.ones((2, 8))

@@ -318,7 +318,7 @@ def test_a_step_on_an_unsharded_module_is_right(net):
     def loss(m: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(m(x) ** 2)
 
-    expected = nnx.grad(loss)(Net(nnx.Rngs(0)), inputs())
+    expected = nnx.jit(nnx.grad(loss))(Net(nnx.Rngs(0)), inputs())
     net.unshard()
     for grad in (fsdp_jax.grad, nnx.grad):
         got = nnx.jit(grad(loss))(net, inputs())

@@ -176,6 +176,11 @@ WAYS = {
 }
 
 
+@functools.cache
+def all_ways_unsharded() -> Any:
+    return all_ways(nnx.value_and_grad, Net(nnx.Rngs(0)), inputs())
+
+
 def all_ways(value_and_grad: Callable[..., Any], m: Any, x: jax.Array) -> Any:
     """Value and gradients of a loss through each way, as one program."""
 
@@ -186,13 +191,12 @@ def all_ways(value_and_grad: Callable[..., Any], m: Any, x: jax.Array) -> Any:
     return run(m, x)
 
 
-def test_every_way_of_calling_gives_the_unsharded_gradients(mesh8):
-    want = all_ways(nnx.value_and_grad, Net(nnx.Rngs(0)), inputs())
+@pytest.mark.parametrize("way", [nnx, fsdp_jax], ids=["global view", "per device"])
+def test_every_way_of_calling_gives_the_unsharded_gradients(mesh8, way):
     model = make(mesh8, asked=True)
-    for value_and_grad in (fsdp_jax.value_and_grad, nnx.value_and_grad):
-        got = all_ways(value_and_grad, model, inputs())
-        helpers.assert_trees_close(got, want)
-        assert is_at_rest(model)
+    got = all_ways(way.value_and_grad, model, inputs())
+    helpers.assert_trees_close(got, all_ways_unsharded())
+    assert is_at_rest(model)
 
 
 def test_a_while_loop_of_nnx_may_call_a_module(mesh8):
@@ -203,7 +207,7 @@ def test_a_while_loop_of_nnx_may_call_a_module(mesh8):
         start = (m, jnp.zeros((), jnp.int32), x)
         return nnx.while_loop(lambda c: c[1] < 3, step, start)[2]
 
-    want = run(Net(nnx.Rngs(0)), inputs())
+    want = nnx.jit(run)(Net(nnx.Rngs(0)), inputs())
     got = fsdp_jax.shard_map(run)(make(mesh8, asked=True), inputs())
     np.testing.assert_allclose(got, want, 1e-5, 1e-6)
 
@@ -458,7 +462,7 @@ def test_devices_that_agree_on_a_condition_follow_it(mesh8, forward):
 
     step = nnx.jit(fsdp_jax.value_and_grad(loss))
     for x in (jnp.abs(inputs()), -jnp.abs(inputs())):
-        want = nnx.value_and_grad(loss)(plain, x)
+        want = nnx.jit(nnx.value_and_grad(loss))(plain, x)
         got = step(model, x)
         np.testing.assert_allclose(got[0], want[0], 1e-5)
         helpers.assert_trees_close(got[1], want[1])
@@ -505,10 +509,11 @@ def both(m: Any, x: jax.Array) -> jax.Array:
 
 def test_each_remedy_for_a_condition_that_differs_works(mesh8):
     x, twin = inputs(), Net(nnx.Rngs(0))
-    rows = jnp.stack([branch(twin, row[None])[0] for row in x])
-    while (x.sum(1) > 1).any():
-        x = twin(x) / 8
-    want = (twin.block(inputs()), x, rows, rows)
+    branched, called = nnx.jit(branch), nnx.jit(Net.__call__)
+    rows = np.stack([branched(twin, row[None])[0] for row in np.asarray(x)])
+    while (np.asarray(x).sum(1) > 1).any():
+        x = called(twin, x) / 8
+    want = (nnx.jit(Block.__call__)(twin.block, inputs()), x, rows, rows)
 
     def run(m: Any, x: jax.Array) -> Any:
         return [f(m, x) for f in (agreed, agreed_loop, gathered_before, both)]
@@ -611,7 +616,8 @@ class Boxes(Net):
         return self.head(h)
 
 
-def test_arrays_come_and_go_in_every_container(mesh8):
+@pytest.mark.parametrize("per_device", [False, True])
+def test_arrays_come_and_go_in_every_container(mesh8, per_device):
     def loss(m: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(m(x) ** 2)
 
@@ -619,10 +625,9 @@ def test_arrays_come_and_go_in_every_container(mesh8):
     model = Boxes(nnx.Rngs(0))
     modules = [model.block, model.boxed, model]
     fully_shard(modules, mesh=mesh8, reshard_after_forward=True)
-    got = fsdp_jax.value_and_grad(loss)(model, inputs())
-    helpers.assert_trees_close(got, want)
+    run = fsdp_jax.value_and_grad(loss) if per_device else plain(loss)
+    helpers.assert_trees_close(run(model, inputs()), want)
     assert isinstance(model.boxed, Boxed)
-    helpers.assert_trees_close(plain(loss)(model, inputs()), want)
 
 
 @pytest.mark.parametrize("kinds", [[k for k in BOXES if k != "Cache"], ["Cache"]])
@@ -657,7 +662,7 @@ def test_a_traced_array_in_a_closure_is_refused_with_the_way_out(mesh8):
         return jnp.mean(m(lambda: h) ** 2)
 
     first, want = Block(nnx.Rngs(1)), Calls(nnx.Rngs(0))
-    want = nnx.value_and_grad(loss, argnums=(0, 2))(want, inputs(), first)
+    want = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 2)))(want, inputs(), first)
     for asked in (False, True):
         model = fully_shard(Calls(nnx.Rngs(0)), mesh=mesh8, reshard_after_forward=asked)
         step = fsdp_jax.value_and_grad(loss, argnums=(0, 2))
