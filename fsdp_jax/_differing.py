@@ -93,8 +93,7 @@ def differ_between_devices(
         found = [a or b for a, b in zip(found, along)]
         for eqn, differ in met.values() if request.reduction == "sum" else ():
             summed = is_sum_of_losses(eqn) and axis in axes_of_collective(eqn)
-            zero = isinstance(eqn.invars[0], Literal) and not eqn.invars[0].val
-            if summed and not any(differ) and not zero:
+            if summed and not any(differ) and not _is_zero(eqn.invars[0]):
                 raise ValueError(_of_equal_losses(request, axis, mesh))
         if any(row is not None for row in alone):
             followed = OneRow(rows, {k: differ for k, (_, differ) in met.items()})
@@ -108,6 +107,10 @@ def _of_the_caller(x: Any) -> bool:
     """Whether a traced array comes from around the program: all devices hold all."""
     mesh = getattr(getattr(getattr(x, "aval", None), "sharding", None), "mesh", None)
     return isinstance(x, Tracer) and not getattr(mesh, "manual_axes", ())
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not atom.val
 
 
 def _noting(met: dict[int, tuple[JaxprEqn, list[bool]]], look: Look) -> Look:

@@ -409,6 +409,10 @@ def test_a_sum_of_losses_that_are_all_the_whole_one_is_refused(model, batch, how
         np.testing.assert_allclose(
             run("mean", model, x, y), loss(model, x, y), rtol=1e-5
         )
+    nothing = lambda model: 0.0 * jax.lax.axis_index("fsdp")  # noqa: E731
+    assert fsdp_jax.value_and_grad(nothing, reduction="sum")(model)[0] == 0
+    nothing = lambda model: jnp.zeros(())  # noqa: E731
+    assert fsdp_jax.value_and_grad(nothing, reduction="sum")(model)[0] == 0
     whole = fsdp_jax.value_and_grad(loss, reduction="sum")
     np.testing.assert_allclose(whole(model, x, y)[0], loss(model, x, y), rtol=1e-5)
 
