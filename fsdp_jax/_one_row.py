@@ -165,7 +165,7 @@ class OneRow:
         if name == "squeeze":
             gone = [d % len(before) for d in params["dimensions"]]
             return None if dim in gone else _without(row, gone)
-        if name.startswith(_REDUCTIONS):
+        if name.startswith(_REDUCTIONS) and "axes" in params:
             return None if dim in params["axes"] else _without(row, params["axes"])
         if name == "dot_general":
             return _of_product(row, i, params["dimension_numbers"], eqn)

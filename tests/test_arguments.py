@@ -366,6 +366,7 @@ ROWWISE: dict[str, Any] = {
     "heads": lambda h: h[:, None, :] * TARGETS,
     "permuted": lambda h: h[:, np.array([3, 2, 1, 0])] * TARGETS[0],
     "product": lambda h: jax.nn.softmax(h @ TARGETS.T) @ TARGETS,
+    "rounded": lambda h: jax.lax.reduce_precision(h, 8, 23) * TARGETS[0],
     "looked up": lambda h: h + jnp.asarray(TARGETS)[jnp.argmax(h, -1)],
 }
 
