@@ -239,6 +239,7 @@ def make(mesh: Any, **kwargs: Any) -> Any:
 HEAD = nnx.All(nnx.Param, nnx.PathContains("head"))
 
 
+@pytest.mark.slow
 def test_the_trained_parameters_may_change_between_steps(mesh8):
     twin, model = Net(nnx.Rngs(0)), make(mesh8, reshard_after_forward=True)
     for wrt in (HEAD, nnx.Not(HEAD), nnx.Param):  # what was frozen is trained, then all

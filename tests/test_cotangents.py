@@ -131,7 +131,7 @@ def test_what_value_and_grad_returns_is_differentiated(
     same(outer(fsdp_jax.value_and_grad(f, **options))(model, x, y), want)
 
 
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4)])
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (8,), (2, 4)])
 def test_the_third_order(shape: tuple[int, ...]) -> None:
     x, y = batch()
 

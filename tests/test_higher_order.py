@@ -85,6 +85,7 @@ def test_forward_mode_through_a_freed_module_is_refused_with_advice() -> None:
         fsdp_jax.grad(penalty)(model(True), x)
 
 
+@pytest.mark.slow
 def test_forward_mode_through_a_program_from_outside_is_right_or_refused() -> None:
     x, y = helpers.regression_batch(8)
     step = fsdp_jax.value_and_grad(helpers.mean_square)

@@ -128,6 +128,7 @@ def test_training_equals_the_unsharded_model(layout):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
+@pytest.mark.slow
 def test_a_transformer_has_the_unsharded_gradients():
     twin, model = (helpers.Transformer(nnx.Rngs(0), num_blocks=1) for _ in range(2))
     helpers.shard_blocks(model, **LAYOUTS["two shard"][0])

@@ -509,6 +509,7 @@ def test_applying_changes_collections_and_draws_masks_as_plain_linen():
         close(model.apply(placed, X, **options), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "num_slices", "keep"),
     [(1, 1, True), (8, 1, False), (8, 2, None)],
@@ -555,6 +556,7 @@ def test_masks_in_a_scan_are_those_of_plain_linen():
     )
 
 
+@pytest.mark.slow
 def test_all_variables_may_be_the_first_argument():
     model, placed = linen.fully_shard(
         NOISY, NOISY_VARIABLES, modules="b*", reshard_after_forward=True
@@ -602,6 +604,7 @@ def test_another_collection_must_be_the_same_everywhere():
         linen.shard_map(update(model), model)(placed, X)
 
 
+@pytest.mark.slow
 def test_a_cache_is_cut_with_the_batch():
     class Decoder(nn.Module):
         @nn.compact
@@ -658,6 +661,7 @@ def test_a_loss_may_do_anything_with_the_parameters():
     assert_trains(STACK, anything, modules="blocks_*")
 
 
+@pytest.mark.slow
 def test_a_teacher_and_parameters_in_the_results():
     model, placed = linen.fully_shard(STACK, VARIABLES, modules="blocks_*")
     teacher = jax.tree.map(lambda p: p + 0.1, placed["params"])
@@ -716,6 +720,7 @@ def test_a_batch_in_a_closure_is_warned_of():
 # --- policies and placement -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bfloat16_is_gathered_and_float32_comes_back():
     policy = MixedPrecisionPolicy(jnp.bfloat16, jnp.float32)
     model, placed = linen.fully_shard(

@@ -227,6 +227,7 @@ def next_token(model: Any, token: jax.Array) -> jax.Array:
     return model(token).argmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "num_rows", "num_stacked"),
     [(8, 16, 0), ("2x4", 8, 8)],

@@ -217,6 +217,7 @@ def test_a_step_gathers_each_group_twice_and_reduces_it_once(
     assert report.count() == (groups + 1) + groups + (groups + 1) + 1  # the loss
 
 
+@pytest.mark.slow
 def test_the_decoder_generates_the_same_with_caches():
     devices, how = SETUPS[0]
     prompt = tokens(4)
@@ -242,6 +243,7 @@ def test_the_decoder_generates_the_same_with_caches():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_the_encoder_decoder_generates_the_same_with_caches():
     devices, how = SETUPS[1]
     source = padded(6, 1)

@@ -232,6 +232,7 @@ def test_training_equals_training_without_offload(policy, mesh, steps, jit):
     assert_rests(policy, model, optimizer)
 
 
+@pytest.mark.slow
 def test_groups_that_are_kept_train_the_same():
     options = {"reshard_after_forward": False}
     assert_same_run(PINNED, model_options=options, base="mlp", steps=2)
@@ -276,6 +277,7 @@ class Stack(nnx.Module):
         return self.head(scanned(x, self.layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "scan", "remat"),
     [
@@ -326,6 +328,7 @@ def odd_batch() -> tuple[jax.Array, jax.Array]:
     return x, y[:, :5]
 
 
+@pytest.mark.slow
 @POLICIES
 def test_whole_parameters_statistics_and_dropout_train_the_same(policy):
     def make(**kwargs):

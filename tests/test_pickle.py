@@ -323,6 +323,7 @@ def load_elsewhere(num_devices: int, *files: Path) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_and_uses_pickled_models(mesh8, tmp_path):
     models = [sharded_net(mesh8, reshard_after_forward=False), make_local(mesh8)]
     register_fsdp_forward_method(models[0], "encode")

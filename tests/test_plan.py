@@ -678,6 +678,7 @@ def test_the_command_helps(capsys):
     assert end.value.code == 0 and "MODULE:BUILD" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_starts_without_a_warning_and_ends_with_its_status():
     command = ["-W", "error::RuntimeWarning", "-m", "fsdp_jax.plan"]
     done = run(*command, "tests.test_plan:build", "--topology", "v6e-16")

@@ -296,6 +296,7 @@ def test_checkify_runs_around_an_eager_call(mesh):
     assert "is no less than one" in str(run(x + 1)[0].get())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [True, False])
 def test_without_jit_the_numbers_are_the_same(mesh, offload):
     policy: Any = {"offload_policy": fsdp_jax.CPUOffloadPolicy()} if offload else {}

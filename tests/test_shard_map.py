@@ -285,6 +285,7 @@ def test_a_loop_over_unsharded_parameters_gathers_once_outside(model, reference)
     assert local_shape(model.out.kernel) == (2, 8)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_the_unsharded_model(transformer, mesh8):
     def generate(model: Any, ids: jax.Array) -> jax.Array:
         def step(ids: jax.Array, at: jax.Array) -> tuple:

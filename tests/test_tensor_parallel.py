@@ -396,6 +396,7 @@ def gradients_of_annotated() -> Any:
     return step(reference, *helpers.regression_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("born_in_jit", [True, False])
 def test_parameters_that_their_initializers_cut(born_in_jit):
     mesh = mesh_of()

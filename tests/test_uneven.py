@@ -160,6 +160,7 @@ def test_moments_of_our_optimizer_show_no_padding() -> None:
     assert mu.get_raw_value().sharding.spec == PartitionSpec("fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "noise"])
 def test_updates_that_are_not_elementwise_do_not_see_it(name: str) -> None:
     def make_tx() -> optax.GradientTransformation:
@@ -197,6 +198,7 @@ def test_the_update_moves_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicas", "two axes", "explicit"])
 def test_other_meshes(layout: str) -> None:
     devices = np.array(jax.devices()[:6])
@@ -241,6 +243,7 @@ def test_a_dim_that_another_axis_cuts_within_pieces() -> None:
     np.testing.assert_allclose(grads["kernel"][...], want["kernel"][...], 1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_pending_and_synchronize() -> None:
     data = batch(3, rows=4)
     model, want = sharded(helpers.mesh_of(3)), plain_gradients(3, rows=4)
@@ -291,6 +294,7 @@ def test_policies(policy: str) -> None:
     assert model.head.kernel.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_packing_and_gathering_alone_agree() -> None:
     data = batch(5)
     model = sharded(helpers.mesh_of(5))
@@ -508,6 +512,7 @@ def test_norms_do_not_count_it() -> None:
     )
 
 
+@pytest.mark.slow
 def test_clone_pickle_split_and_average() -> None:
     model, x = sharded(helpers.mesh_of(3)), batch(3)[0]
     want = forward(Odd(nnx.Rngs(0)), x)
@@ -649,6 +654,7 @@ def test_values_of_other_sizes_are_refused(shape: tuple[int, int]) -> None:
     assert even.kernel.shape == (8, 4)
 
 
+@pytest.mark.slow
 def test_arguments_of_the_update_lose_their_padding_too() -> None:
     data = batch(3)
 
@@ -696,6 +702,7 @@ def test_the_norm_is_of_the_rows_of_the_parameter() -> None:
     np.testing.assert_allclose(norm(linear) ** 2, 72, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["unshard", "kept"])
 def test_a_model_that_is_unsharded_trains(how: str) -> None:
     data = batch(3)
