@@ -97,7 +97,7 @@ def memory_space(value: Any) -> Any:
     return host if is_away(value) else device
 
 
-def to_space(value: Any, space: jax.memory.Space) -> Any:
+def to_space(value: Any, space: Any) -> Any:
     """Put an array into a memory; its cotangent goes back to where it was.
 
     JAX (0.12) leaves the cotangent where it is unless it is told where that was.

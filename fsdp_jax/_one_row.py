@@ -110,9 +110,12 @@ class OneRow:
             _inside(row, _shape(v))
             for row, v in zip(ins[carry.stop :], eqn.invars[carry.stop :])
         ]
-        for _ in range(2):
+        while True:
             outs = self.run(body, [*ins[: carry.start], *state, *sliced])
-            state = [a if a == b else None for a, b in zip(state, outs)]
+            now = [a if a == b else None for a, b in zip(state, outs)]
+            if now == state:
+                break
+            state = now
         stacked = [
             dataclasses.replace(row, dim=row.dim + 1) if row else None
             for row in outs[len(state) :]
@@ -128,8 +131,9 @@ class OneRow:
             for i, shape in enumerate(shapes)
             if isinstance(eqn.invars[i], Var) and not differ[i] and ins[i] is None
         ]
-        for i, row in enumerate(ins):
-            for k, other in whole if row is not None else ():
+        rows = [(i, row) for i, row in enumerate(ins) if row is not None]
+        for i, row in rows:
+            for k, other in whole:
                 at = self._partner(eqn, i, k, row)
                 if at is not None and len(other) > at and other[at] in self.rows:
                     line = source_info_util.summarize(eqn.source_info)
