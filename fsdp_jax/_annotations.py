@@ -14,6 +14,7 @@ from pathlib import Path
 
 import flax
 import jax
+import optax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,7 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax._callees import equations_inside
 
 _LIBRARIES = tuple(str(Path(str(m.__file__)).parent) for m in (jax, flax))
-_OWN = (*_LIBRARIES, str(Path(__file__).parent), contextlib.__file__)
+_OWN = (
+    *_LIBRARIES,
+    str(Path(str(optax.__file__)).parent),
+    str(Path(__file__).parent),
+    contextlib.__file__,
+)
 _HIDDEN = "JAX has removed its internal frames"
 
 _HIJAX = "VariableEffect"  # of Flax: a value that changes in place
@@ -85,7 +91,7 @@ def check(closed: ClosedJaxpr, who: str, axes: Sequence[str]) -> None:
             if isinstance(sharding, NamedSharding):
                 named = [a for a in axes if a in _names(sharding.spec)]
                 if named:
-                    raise ValueError(_of_spec(who, named, _place_of(eqn)))
+                    raise ValueError(_of_spec(who, named, place_of(eqn)))
 
 
 def _names(spec: PartitionSpec) -> set[object]:
@@ -164,7 +170,7 @@ def _of_spec(who: str, named: Sequence[str], place: str) -> str:
     )
 
 
-def _place_of(eqn: JaxprEqn) -> str:
+def place_of(eqn: JaxprEqn) -> str:
     """The line of the user's code that an equation came from."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):  # innermost first
         if not frame.file_name.startswith(_OWN):

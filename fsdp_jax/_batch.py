@@ -84,6 +84,9 @@ def shard_batch(batch: Any, model: Any) -> Any:
     who = "shard_batch"
     mesh = mesh_of(_functional.model_nodes(model), who)
     here = mesh.places_here()
+    if mesh.num_devices > 1:
+        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+        _opaque.check_nodes(who, "batch", batch, rows, "leave it out of shard_batch")
 
     def place(keys: Any, x: Any) -> Any:
         path = "batch" + jax.tree_util.keystr(keys)

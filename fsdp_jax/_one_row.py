@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from fsdp_jax._annotations import place_of
 from fsdp_jax._callees import callee_of, closed_of
 from fsdp_jax._dependence import carry_of
 
@@ -61,11 +61,13 @@ class OneRow:
         rows: how many rows the batch has.
         differ: by the id of an equation, which of its inputs differ between devices.
         met: what was found.
+        caller: the line of the call that is followed.
     """
 
     rows: Collection[int]
     differ: Mapping[int, Sequence[bool]]
     met: list[Meeting] = dataclasses.field(default_factory=list)
+    caller: str = ""
 
     def run(
         self, closed: ClosedJaxpr, inputs: Sequence[Row | None]
@@ -90,7 +92,10 @@ class OneRow:
         if (callee := callee_of(eqn)) is not None:
             if eqn.params.get("name") in _BY_ROW:
                 self._look(eqn, ins)
-            return self.run(callee, ins)
+            outer, self.caller = self.caller, place_of(eqn) or self.caller
+            outs = self.run(callee, ins)
+            self.caller = outer
+            return outs
         if name == "scan":
             return self._scan(eqn, ins)
         if name == "cond":
@@ -123,7 +128,12 @@ class OneRow:
         return [*state, *stacked]
 
     def _look(self, eqn: JaxprEqn, ins: list[Row | None]) -> None:
-        """Note an equation in which one row meets the rows of the whole batch."""
+        """Note an equation in which one row meets the rows of the whole batch.
+
+        Not of backward, whose cotangents may be the same on every device.
+        """
+        if "transpose(" in str(eqn.source_info.name_stack):
+            return
         differ = self.differ.get(id(eqn), [True] * len(ins))
         shapes = [_shape(v) for v in eqn.invars]
         whole = [
@@ -136,9 +146,10 @@ class OneRow:
             for k, other in whole:
                 at = self._partner(eqn, i, k, row)
                 if at is not None and len(other) > at and other[at] in self.rows:
-                    line = source_info_util.summarize(eqn.source_info)
-                    where = f"{eqn.primitive.name} at {line}"
-                    self.met.append(Meeting(shapes[i], other, where))
+                    own = shapes[i]
+                    own = (*own[: row.dim], 1, *own[row.dim + 1 :])
+                    where = f"{eqn.primitive.name} at {place_of(eqn) or self.caller}"
+                    self.met.append(Meeting(own, other, where))
 
     def _partner(self, eqn: JaxprEqn, i: int, k: int, row: Row) -> int | None:
         """The dim of input `k` that goes with the rows of input `i`, None for none."""

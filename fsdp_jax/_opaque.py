@@ -127,7 +127,8 @@ def _nodes(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
 def _are_numbers(node: Any) -> bool:
     if isinstance(node, (list, tuple)):
         return bool(node) and all(map(_are_numbers, node))
-    return isinstance(node, (int, float, complex))
+    traced = _functional.is_array(node) and not node.ndim  # as numbers enter jax.jit
+    return traced or isinstance(node, (int, float, complex))
 
 
 def check_output(who: str, path: str, leaf: Any) -> None:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from fsdp_jax import _cotangents, _functional
+from fsdp_jax import _cotangents, _functional, _opaque
 from fsdp_jax._arguments import axes_of
 from fsdp_jax._comm import Defer
 from fsdp_jax._join import (
@@ -228,12 +228,16 @@ def _name_rows(call: Call, error: Exception) -> None:
         for slot in call.variables
         if not slot.managed and slot.rows is None and own & {*slot.shape[:1]}
     ]
+    f = call.request.f
+    if not found and not getattr(f, "__module__", "").startswith("fsdp_jax"):
+        outside = _opaque.find_array(f, lambda shape: bool(own & {*shape[:1]}))
+        found = [f"an array {outside[0].strip()}"] if outside else []
     if found:
         raise ValueError(
             f"{call.request.who}: shapes do not fit in f: {str(error).splitlines()[0]} "
             f"{', '.join(found)}: whole on every device, with as many entries as the "
-            "batch has rows, of which each call of f sees a part. State with rows is "
-            "an nnx.Cache, or an array that is passed as an argument and returned."
+            "batch has rows, of which each call of f sees a part. Pass what f reads "
+            "from outside as an argument; state with rows is an nnx.Cache."
         ) from error
 
 

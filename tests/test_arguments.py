@@ -274,6 +274,32 @@ def test_a_list_with_as_many_numbers_as_the_batch_has_rows_is_refused(model, num
     np.testing.assert_allclose(run(model, x, {"a": numbers})[0], expected, rtol=1e-5)
 
 
+def test_a_list_of_numbers_is_found_in_jit_and_by_shard_batch(model):
+    def loss(model, x, y):
+        return jnp.mean((model(x)[:, 0] - jnp.asarray(y)) ** 2)
+
+    x, y = jnp.ones((8, 4)), [1, 0] * 4
+    with pytest.raises(TypeError, match="argument 'y' is a list of 8 entries"):
+        nnx.jit(lambda m, x, y: fsdp_jax.grad(loss)(m, x, y))(model, x, y)
+    with pytest.raises(TypeError, match=r"shard_batch: batch\[1\] is a list of 8 entr"):
+        fsdp_jax.shard_batch((np.ones((8, 4)), y), model)
+
+
+def test_targets_from_outside_that_do_not_fit_are_named(model):
+    y = jnp.ones((8, 4))
+    with pytest.raises(
+        ValueError, match="grad: shapes do not fit in f: .*'y' in its c"
+    ):
+        fsdp_jax.grad(lambda m, x: jnp.mean((m(x) - y) ** 2))(model, jnp.ones((8, 4)))
+
+
+def test_a_cut_argument_beside_more_rows_is_no_row_of_the_batch(model):
+    x, weights = jnp.linspace(-1, 1, 64).reshape(16, 4), jnp.arange(1.0, 5.0)
+    step = fsdp_jax.value_and_grad(lambda m, x, w: jnp.mean(w * m(x)))
+    own = jnp.mean(jnp.repeat(weights, 4)[:, None] * model(x))  # as documented: cut
+    np.testing.assert_allclose(step(model, x, weights)[0], own, rtol=1e-5)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_raw_key_is_not_cut_in_two(devices):
     mesh = helpers.mesh_of(devices)
@@ -355,7 +381,8 @@ def test_one_row_does_not_meet_all_of_them(model, how, slices):
 
     if slices == 2:
         model = fully_shard(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh=helpers.mesh_of(2))
-    with pytest.raises(ValueError, match="meets this device's only row"):
+    text = r"device's only row \((1|4),.* at \S+arguments\.py:\d"
+    with pytest.raises(ValueError, match=text):
         fsdp_jax.grad(loss, num_microbatches=slices)(model, jnp.ones((4, 4)))
 
 
