@@ -54,7 +54,7 @@ def in_one(f: Callable) -> Callable:
 
     Eagerly JAX differentiates no shard_map, and in one no `custom_vjp` that is told
     what is not differentiated. What is traced for something else than compilation
-    (`jax.make_jaxpr`, `checkify`) may be evaluated so.
+    (`checkify`, `jax.checkpoint`) may be evaluated so.
     """
     return f if any(traced_for(t) == "jit" for t in traces()) else compiled(f)
 

@@ -274,6 +274,12 @@ def test_a_list_with_as_many_numbers_as_the_batch_has_rows_is_refused(model, num
     np.testing.assert_allclose(run(model, x, {"a": numbers})[0], expected, rtol=1e-5)
 
 
+def test_arguments_of_less_than_a_byte_are_cut_like_others(model):
+    run = fsdp_jax.shard_map(lambda model, x: x.astype(jnp.float32) + 1)
+    got = run(model, jnp.arange(8, dtype=jnp.int4))
+    np.testing.assert_array_equal(got, jnp.arange(8, dtype=jnp.int4).astype(float) + 1)
+
+
 def test_a_list_of_numbers_is_found_in_jit_and_by_shard_batch(model):
     def loss(model, x, y):
         return jnp.mean((model(x)[:, 0] - jnp.asarray(y)) ** 2)
